@@ -1,0 +1,63 @@
+"""Core checks every decision. A policy that is wrong fails here, loudly and named, before it can touch a request's KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.batch import Run
+from core.state import State, Status
+from core.types import HOLE, Plan
+
+
+def check_plan(plan: object, state: State, hooks: Any) -> None:
+    """Budget, ownership, progress: raises the scheduler's ``PolicyError``."""
+    if not isinstance(plan, Plan):
+        raise hooks.policy_error("plan_step", f"gave {plan!r}: a Plan is needed in every step with work")
+    sequences, limits = state.sequences, state.limits
+    if not plan.chunks:
+        if plan.wait_until is None:
+            work = f"{len(state.running)} running and {len(state.waiting)} waiting sequences"
+            raise hooks.policy_error("plan_step", f"gave an empty plan without wait_until although there are {work}")
+        return
+    total, newcomers = 0, 0
+    for chunk in plan.chunks:
+        seq = sequences.get(chunk.sequence)
+        if seq is None or chunk.num_tokens < 1:
+            raise hooks.policy_error("plan_step", f"planned {chunk}: unknown sequence, or less than one token")
+        total += chunk.num_tokens
+        newcomers += seq.status is not Status.RUNNING
+    if total > limits.max_num_batched_tokens:
+        raise hooks.policy_error(
+            "plan_step", f"planned {total} tokens, max_num_batched_tokens is {limits.max_num_batched_tokens}"
+        )
+    if len({chunk.sequence for chunk in plan.chunks}) != len(plan.chunks):
+        raise hooks.policy_error("plan_step", f"planned a sequence twice: {plan.chunks}")
+    if len(state.running) + newcomers > limits.max_num_seqs:
+        raise hooks.policy_error(
+            "plan_step",
+            f"planned {newcomers} newcomers beside {len(state.running)} running sequences, max_num_seqs is {limits.max_num_seqs}",
+        )
+
+
+def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> None:
+    """Each table covers its run without a hole, and what is written has one owner: raises the allocator's ``PolicyError``."""
+    refs, size = state.pool.refs, state.limits.block_size
+    for seq, start, end in runs:
+        table = seq.table
+        if len(table) * size < end:
+            raise hooks.policy_error(
+                "reserve",
+                f"left sequence {seq.id} with {len(table)} blocks of {size} tokens, {end} tokens must fit",
+            )
+        if seq.host_blocks:
+            raise hooks.policy_error("reserve", f"left holes at table indices {sorted(seq.host_blocks)} of sequence {seq.id}")
+        for index in range(start // size, (end - 1) // size + 1):
+            block = table[index]
+            if block == HOLE or refs[block] != 1:
+                owners = "no device block" if block == HOLE else f"block {block}, which has {refs[block]} owners"
+                raise hooks.policy_error("reserve", f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owners}")
+    if full:
+        try:
+            state.check_owners()
+        except AssertionError as error:
+            raise hooks.policy_error("reserve", str(error)) from error

@@ -1,0 +1,243 @@
+"""Commit: sampled tokens become text, stops, shared blocks, forks and releases, in this order; and every way a sequence ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from core.batch import BatchBuilder, Run
+from core.hookspecs import ForkGroup
+from core.scratch import Step
+from core.state import Sequence, State, Status
+from core.text import StopMatcher
+from core.types import (
+    FinishReason,
+    Finished,
+    Lease,
+    ModelInfo,
+    Output,
+    Release,
+    SamplingBatch,
+    Shortfall,
+    StepOutput,
+    TokenLogprobs,
+)
+
+
+class Drawn:
+    """One token drawn for one branch, and what becomes of it."""
+
+    __slots__ = ("seq", "token", "reason", "stop_reason", "text", "error", "logprobs")
+
+    def __init__(self, seq: Sequence, token: int, logprobs: TokenLogprobs | None = None, error: str | None = None):
+        self.seq, self.token, self.error = seq, token, error
+        self.reason: FinishReason | None = "error" if error else None
+        self.stop_reason: str | int | None = None
+        self.text = ""
+        self.logprobs = (logprobs,) if logprobs is not None else ()
+
+
+class Committer:
+    """Stage 10. Holds nothing between steps."""
+
+    def __init__(
+        self,
+        state: State,
+        hooks: Any,
+        *,
+        model: ModelInfo,
+        builder: BatchBuilder,
+        tokenizer: Any,
+        next_id: Callable[[], int],
+    ):
+        self.state, self.hooks, self.model, self.builder = state, hooks, model, builder
+        self.tokenizer, self.next_id = tokenizer, next_id
+
+    def open_text(self, seq: Sequence) -> None:
+        """Give a new sequence its own decoder state; none when nobody wants its text."""
+        if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
+            seq.stream = self.tokenizer.stream()
+            seq.stops = StopMatcher(seq.params.stop) if seq.params.stop else None
+
+    def commit(self, step: Step, runs: list[Run], sampling: SamplingBatch, output: StepOutput, now: float) -> None:
+        """Record what was computed and drawn at ``now``; end what is over."""
+        drawn, forking = self._append(runs, sampling, output, now)
+        step.num_sampled = len(drawn)
+        step.mark("commit")
+        for one in drawn:
+            if one.seq.stream is not None and one.error is None:
+                self._text(one)
+        step.mark("text")
+        for one in drawn:
+            step.outputs.append(self._output(one))
+        if self.hooks.has("commit"):
+            self.hooks.commit(sequences=[run.seq.view for run in runs])
+        if forking:
+            self._fork(step, [(p, [c for c in children if c.reason is None]) for p, children in forking])
+        ending = [(one.seq, one.reason) for one in drawn if one.reason is not None]
+        if ending:
+            self._end(step, ending, now)
+
+    # ------------------------------------------------------------------------------------------- tokens and text
+
+    def _append(
+        self, runs: list[Run], sampling: SamplingBatch, output: StepOutput, now: float
+    ) -> tuple[list[Drawn], list[tuple[Sequence, list[Drawn]]]]:
+        drawn: list[Drawn] = []
+        forking: list[tuple[Sequence, list[Drawn]]] = []
+        logprobs, errors, tokens = output.logprobs, output.errors, output.token_ids
+        if len(tokens) != len(sampling):
+            raise RuntimeError(f"the executor gave {len(tokens)} tokens for {len(sampling)} samples")
+        index = 0
+        for seq, _, end in runs:
+            seq.set_computed(end)
+            if end != len(seq.tokens):
+                continue
+            branches = [seq]
+            if seq.to_fork:
+                branches += self._children(seq)
+            family = []
+            for branch in branches:
+                one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
+                if one.error is None:
+                    branch.append(one.token, now)
+                    self._judge(one)
+                family.append(one)
+                index += 1
+            drawn += family
+            if len(family) > 1:
+                forking.append((seq, family[1:]))
+        return drawn, forking
+
+    def _children(self, parent: Sequence) -> list[Sequence]:
+        children = []
+        for branch in range(1, parent.to_fork + 1):
+            child = Sequence(parent.request, parent.params, parent.seed, self.state.pool, id=self.next_id(), branch=branch)
+            child.first_seen_s, child.first_scheduled_s = parent.first_seen_s, parent.first_scheduled_s
+            child.num_cached_tokens = parent.num_cached_tokens
+            self.open_text(child)
+            self.state.add(child)
+            children.append(child)
+        parent.to_fork = 0
+        return children
+
+    def _judge(self, one: Drawn) -> None:
+        """Whether this token ends the sequence, as far as tokens can tell."""
+        seq, token = one.seq, one.token
+        params = seq.params
+        if not params.ignore_eos and token in self.model.eos_token_ids:
+            one.reason = "stop"
+        elif token in params.stop_token_ids:
+            one.reason, one.stop_reason = "stop", token
+        elif len(seq.times) >= seq.view.max_tokens:
+            one.reason = "length"
+
+    def _text(self, one: Drawn) -> None:
+        """New final text; a stop string ends the sequence; at the end held text is let go."""
+        seq = one.seq
+        is_eos = one.reason == "stop" and one.stop_reason is None
+        piece = "" if is_eos else seq.stream.push(one.token)
+        if one.reason is not None:
+            piece += seq.stream.flush()
+        if seq.stops is None:
+            one.text = piece
+            return
+        one.text, matched = seq.stops.push(piece)
+        if matched is not None:
+            one.reason, one.stop_reason = "stop", matched
+        elif one.reason is not None:
+            one.text += seq.stops.flush()
+
+    def _output(self, one: Drawn) -> Output:
+        seq = one.seq
+        view = seq.view
+        tokens = () if one.error is not None else (one.token,)
+        return Output(
+            view.request_id, view.id, view.branch, tokens, one.text, one.reason, one.stop_reason, one.error,
+            view.num_prompt_tokens, seq.num_cached_tokens, one.logprobs,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------- forks
+
+    def _fork(self, step: Step, groups: list[tuple[Sequence, list[Drawn]]]) -> None:
+        """Branches start from their parent's blocks; those that do not fit stay in the queue as ordinary sequences."""
+        room = self.state.limits.max_num_seqs - len(self.state.running)
+        asked: list[tuple[ForkGroup, list[Sequence]]] = []
+        for parent, children in groups:
+            taken = [one.seq for one in children[: max(0, room)]]
+            room -= len(taken)
+            if taken:
+                asked.append((ForkGroup(parent.view, tuple(c.view for c in taken)), taken))
+        if not asked or not self.hooks.has("fork"):
+            return
+        answer = self.hooks.fork(groups=tuple(group for group, _ in asked))
+        if answer is None or isinstance(answer, Shortfall):
+            return
+        if [len(leases) for leases in answer] != [len(children) for _, children in asked]:
+            raise self.hooks.policy_error("fork", f"gave {answer!r}: one lease for each child of each group")
+        for (group, children), leases in zip(asked, answer, strict=True):
+            for child, lease in zip(children, leases, strict=True):
+                self._start_child(step, group, child, lease)
+
+    def _start_child(self, step: Step, group: ForkGroup, child: Sequence, lease: Lease) -> None:
+        parent = group.parent
+        table = [block for _, block in lease.blocks]
+        needed = -(-parent.num_computed_tokens // self.state.limits.block_size)
+        if [i for i, _ in lease.blocks] != list(range(needed)) or any(self.state.pool.refs[b] < 1 for b in table):
+            raise self.hooks.policy_error("fork", f"gave {lease.blocks} for a parent with {needed} blocks of computed tokens")
+        child.table.extend(table)
+        child.set_computed(parent.num_computed_tokens)
+        step.late_moves.extend(lease.moves)
+        self.state.move(child, Status.RUNNING)
+        self.builder.set_row(child.row, child.table)
+
+    # ------------------------------------------------------------------------------------------- endings
+
+    def end(
+        self, step: Step, ending: Iterable[tuple[Sequence, FinishReason]], now: float, error: str | None = None
+    ) -> None:
+        """End sequences outside a sample (abort, error): each of their branches, those still to come included, gets an output."""
+        ending = list(ending)
+        for seq, reason in ending:
+            for branch in range(seq.view.branch, seq.view.branch + 1 + seq.to_fork):
+                step.outputs.append(
+                    Output(
+                        seq.request.id, seq.id, branch, (), "", reason, None, error,
+                        seq.view.num_prompt_tokens, seq.num_cached_tokens,
+                    )  # fmt: skip
+                )
+        self._end(step, ending, now)
+
+    def _end(self, step: Step, ending: list[tuple[Sequence, Any]], now: float) -> None:
+        releases = []
+        for seq, reason in ending:
+            blocks = seq.device_blocks()
+            if blocks:
+                releases.append(Release(seq.id, blocks, reason if reason in ("abort", "error") else "finish"))
+            if seq.host_blocks:
+                self.state.swap.give(tuple(seq.host_blocks.values()))
+                seq.host_blocks.clear()
+            seq.table.clear()
+            self.state.move(seq, Status.FINISHED)
+            step.finished.append(self._record(seq, reason, now))
+        if releases:
+            self.hooks.release(releases=tuple(releases))
+
+    def _record(self, seq: Sequence, reason: FinishReason, now: float) -> Finished:
+        view = seq.view
+        return Finished(
+            request_id=view.request_id,
+            sequence_id=view.id,
+            branch=view.branch,
+            client_id=view.client_id,
+            num_prompt_tokens=view.num_prompt_tokens,
+            num_cached_tokens=seq.num_cached_tokens,
+            num_output_tokens=len(seq.times),
+            finish_reason=reason,
+            arrival_s=view.arrival_s,
+            first_seen_s=seq.first_seen_s,
+            first_scheduled_s=seq.first_scheduled_s,
+            token_times_s=tuple(seq.times),
+            finished_s=now,
+            num_preemptions=view.num_preemptions,
+        )

@@ -1,0 +1,325 @@
+"""The step loop. It asks the plugins, checks what they answer, acts, and reports; it holds no policy.
+
+``Engine.step`` reads like the table in docs/design.md: intake, look, plan, reserve and relieve (core/relief.py), pack (core/batch.py),
+move, forward and sample (the executor), commit (core/commit.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from core.batch import BatchBuilder, Run, sampling_batch
+from core.blocks import BlockPool
+from core.checks import check_leases, check_plan
+from core.commit import Committer
+from core.cost import CostModel
+from core.executors import Executor
+from core.metrics import Metrics
+from core.params import check_request
+from core.relief import Relief
+from core.accounting import memory_report
+from core.scratch import Step
+from core.state import Sequence, State, Status
+from core.types import (
+    NO_CHANGE,
+    Lease,
+    Limits,
+    ModelInfo,
+    Move,
+    Output,
+    Plan,
+    Refusal,
+    Request,
+    SamplingParams,
+    StepReport,
+)
+
+
+class Engine:
+    """One model, one pool, one set of plugins. ``submit`` and ``abort`` may be called from any thread, ``step`` from one."""
+
+    def __init__(
+        self,
+        *,
+        executor: Executor,
+        hooks: Any,
+        limits: Limits,
+        model: ModelInfo,
+        cost: CostModel,
+        pool: BlockPool,
+        tokenizer: Any = None,
+        checks: str = "cheap",
+        seed: int = 0,
+    ):
+        self.executor, self.hooks, self.limits, self.model = executor, hooks, limits, model
+        self.cost, self.pool, self.tokenizer = cost, pool, tokenizer
+        self.full_checks = checks == "full"
+        self.state = State(limits, pool, cost)
+        self.metrics = Metrics()
+        self.failure: BaseException | None = None
+        self._builder = BatchBuilder(limits)
+        self._committer = Committer(
+            self.state, hooks, model=model, builder=self._builder, tokenizer=tokenizer, next_id=self._next_id
+        )
+        self._relief = Relief(self.state, hooks, self._fail)
+        self._moves: list[Move] = []  # decided, not yet run
+        self._commands: deque[tuple[str, Any]] = deque()
+        self._ids = itertools.count()
+        self._seeds = random.Random(seed)
+        self._num_steps = 0
+        self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
+        self._closed = False
+
+    def _next_id(self) -> int:
+        return next(self._ids)
+
+    # ------------------------------------------------------------------------------------------- from any thread
+
+    def submit(
+        self, prompt_token_ids: Seq[int], params: SamplingParams | None = None, *, arrival_s: float | None = None, **labels: Any
+    ) -> int:
+        """Queue a request; gives its id. ``labels`` are the other fields of ``Request`` (priority, client_id, cache_salt, ...).
+
+        ``RequestError`` at once for what can be told from the request alone. What only the allocator can tell (it needs more blocks
+        than there are) comes as an ``Output`` with ``finish_reason="refused"``.
+        """
+        token_ids = tuple(prompt_token_ids)
+        params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
+        arrival = self.executor.now() if arrival_s is None else arrival_s
+        request = Request(id=self._next_id(), prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
+        self._commands.append(("add", request))
+        return request.id
+
+    def abort(self, request_id: int) -> None:
+        """End a request at the next step. An unknown or finished id, or a second call, is harmless."""
+        self._commands.append(("abort", request_id))
+
+    def has_work(self) -> bool:
+        return bool(self._commands or self.state.sequences)
+
+    def stats(self) -> dict[str, int]:
+        """Gauges, cheap enough to read at any time from any thread."""
+        state = self.state
+        return {
+            "running": len(state.running),
+            "waiting": len(state.waiting),
+            "num_blocks": self.pool.num_blocks,
+            "free_blocks": self.pool.num_free,
+            "swap_blocks": state.swap.num_blocks,
+            "free_swap_blocks": state.swap.num_free,
+            "steps": self._num_steps,
+        }
+
+    # ------------------------------------------------------------------------------------------- the step
+
+    def step(self) -> StepReport:
+        """One step: at least one token is computed if anything can be; raises when a plugin or the executor is at fault."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return self._step()
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _step(self) -> StepReport:
+        commands = self._drain()
+        step = Step(self._num_steps, self.executor.now(), self._moves)
+        self._intake(step, commands)
+        self._look(step)
+        plan = self._plan(step)
+        plan, leases = self._relief.reserve(step, plan)
+        runs = self._apply(step, plan, leases)
+        if runs:
+            batch, sampling = self._builder.pack(runs), sampling_batch(runs)
+            step.mark("pack")
+            output = self.executor.execute(batch, step.moves, sampling)
+            step.add_device_seconds(output.seconds)
+            self._moves = step.late_moves
+            self._committer.commit(step, runs, sampling, output, self.executor.now())
+        return self._report(step, plan, runs)
+
+    def _drain(self) -> list[tuple[str, Any]]:
+        commands = []
+        while self._commands:
+            commands.append(self._commands.popleft())
+        return commands
+
+    def _intake(self, step: Step, commands: list[tuple[str, Any]]) -> None:
+        new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
+        if new:
+            refusals = self._admit(new)
+            for seq, refusal in zip(new, refusals, strict=True):
+                if refusal is None:
+                    self.state.add(seq)
+                else:
+                    step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.view.n)]
+            accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
+            if accepted and self.hooks.has_observers("requests_arrived"):
+                self.hooks.observe("requests_arrived", requests=accepted)
+        aborted = {request_id for kind, request_id in commands if kind == "abort"}
+        ids = [i for request_id in aborted for i in sorted(self.state.requests.get(request_id, ()))]
+        if ids:
+            self._committer.end(step, [(self.state.sequences[i], "abort") for i in ids], self.executor.now())
+        step.mark("intake")
+
+    def _new_sequence(self, request: Request, step: Step) -> Sequence:
+        params = request.params
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seq = Sequence(request, params, seed, self.pool, id=request.id)
+        seq.first_seen_s = step.started_s
+        self._committer.open_text(seq)
+        return seq
+
+    def _fail(self, step: Step, seq: Sequence, message: str) -> None:
+        self._committer.end(step, [(seq, "error")], self.executor.now(), message)
+
+    def _admit(self, new: list[Sequence]) -> Seq[Refusal | None]:
+        answer = self.hooks.admit(sequences=tuple(s.view for s in new)) if self.hooks.has("admit") else None
+        if answer is None:
+            return [self._too_large(seq) for seq in new]
+        if len(answer) != len(new) or not all(r is None or isinstance(r, Refusal) for r in answer):
+            raise self.hooks.policy_error("admit", f"gave {answer!r} for {len(new)} sequences: None or a Refusal for each")
+        return answer
+
+    def _too_large(self, seq: Sequence) -> Refusal | None:
+        limits, view = self.limits, seq.view
+        tokens = view.num_prompt_tokens + view.max_tokens
+        blocks = -(-tokens // limits.block_size)
+        if blocks <= limits.num_blocks:
+            return None
+        return Refusal(
+            f"the request needs {blocks} KV blocks ({view.num_prompt_tokens} prompt + {view.max_tokens} output tokens, "
+            f"{limits.block_size} a block), but the pool has {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens)"
+        )
+
+    def _refused(self, seq: Sequence, refusal: Refusal, branch: int) -> Output:
+        return Output(
+            seq.request.id, seq.id, branch, (), "", "refused", error=refusal.reason, num_prompt_tokens=len(seq.tokens)
+        )
+
+    def _look(self, step: Step) -> None:
+        state = self.state
+        state.look(step.started_s, self._num_steps)
+        state.cached_tokens.clear()
+        if state.waiting and self.hooks.has("cached_tokens"):
+            head = state.waiting[: self.limits.max_num_seqs]
+            counts = self.hooks.cached_tokens(sequences=head)
+            if counts is not None:
+                if len(counts) != len(head):
+                    raise self.hooks.policy_error("cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences")
+                state.cached_tokens.update((v.id, n) for v, n in zip(head, counts, strict=True) if n)
+        step.mark("look")
+
+    def _plan(self, step: Step) -> Plan:
+        if not self.state.sequences:
+            return Plan()
+        plan = self.hooks.plan_step(view=self.state.view)
+        check_plan(plan, self.state, self.hooks)
+        step.mark("plan")
+        return plan
+
+    def _apply(self, step: Step, plan: Plan, leases: Seq[Lease]) -> list[Run]:
+        """Core acts: tables change, sequences start to run, moves are queued; gives what each sequence computes."""
+        state, runs = self.state, []
+        for chunk, lease in zip(plan.chunks, leases, strict=True):
+            seq = state.sequences[chunk.sequence]
+            if lease is not NO_CHANGE:
+                self._change_table(step, seq, lease)
+            if seq.status is not Status.RUNNING:
+                self._admit_to_batch(step, seq, lease)
+            start = seq.view.num_computed_tokens
+            runs.append(Run(seq, start, start + min(chunk.num_tokens, len(seq.tokens) - start)))
+        check_leases(runs, state, self.hooks, full=self.full_checks)
+        step.mark("reserve")
+        return runs
+
+    def _change_table(self, step: Step, seq: Sequence, lease: Lease) -> None:
+        table, builder = seq.table, self._builder
+        step.moves.extend(lease.moves)
+        for index, block in lease.blocks:
+            if not 0 <= index <= len(table) or not 0 <= block < self.limits.num_blocks:
+                raise self.hooks.policy_error(
+                    "reserve",
+                    f"leased block {block} at table index {index} to sequence {seq.id}, whose table has {len(table)} entries "
+                    f"(the pool has {self.limits.num_blocks} blocks)",
+                )
+            if index == len(table):
+                table.append(block)
+            else:
+                table[index] = block
+            host = seq.host_blocks.pop(index, None)
+            if host is not None:
+                step.swap_in(host, block)
+                self.state.swap.give((host,))
+            if seq.row >= 0:
+                builder.set_block(seq.row, index, block)
+
+    def _admit_to_batch(self, step: Step, seq: Sequence, lease: Lease) -> None:
+        view = seq.view
+        if lease.num_cached_tokens:
+            if view.num_computed_tokens or not 0 < lease.num_cached_tokens < view.num_tokens:
+                raise self.hooks.policy_error(
+                    "reserve",
+                    f"says {lease.num_cached_tokens} tokens of sequence {seq.id} are cached: it has {view.num_tokens} tokens, "
+                    f"{view.num_computed_tokens} computed, and at least one must be left to compute",
+                )
+            seq.set_computed(lease.num_cached_tokens)
+        if view.where == "none":
+            step.query_tokens += view.num_tokens
+            step.hit_tokens += lease.num_cached_tokens
+        if seq.first_scheduled_s is None:
+            seq.first_scheduled_s = step.started_s
+            seq.num_cached_tokens = lease.num_cached_tokens
+        self.state.move(seq, Status.RUNNING)
+        self._builder.set_row(seq.row, seq.table)
+
+    def _report(self, step: Step, plan: Plan, runs: list[Run]) -> StepReport:
+        state = self.state
+        if self.full_checks:
+            state.check_owners()
+        self._num_steps += 1
+        step.mark("commit")
+        report = StepReport(
+            step=step.number,
+            started_s=step.started_s,
+            ended_s=self.executor.now(),
+            plan=plan,
+            outputs=tuple(step.outputs),
+            preempted=tuple(step.preempted),
+            finished=tuple(step.finished),
+            num_tokens=sum([run.end - run.start for run in runs]),
+            num_sampled=step.num_sampled,
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            stage_seconds=step.seconds,
+            memory=memory_report(state, step.num_copies * self.model.kv_bytes_per_token * self.limits.block_size),
+            wait_until=plan.wait_until,
+            prefix_query_tokens=step.query_tokens,
+            prefix_hit_tokens=step.hit_tokens,
+        )
+        self.metrics.update(report)
+        if step.preempted and self.hooks.has_observers("sequences_preempted"):
+            self.hooks.observe("sequences_preempted", preempted=report.preempted)
+        if step.finished and self.hooks.has_observers("sequences_finished"):
+            self.hooks.observe("sequences_finished", finished=report.finished)
+        if self._listeners:
+            self.hooks.observe("step_finished", report=report)
+        return report
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def assert_idle(self) -> None:
+        """Raise ``AssertionError`` with the numbers if an engine without work still holds anything."""
+        self.state.assert_idle()
+
+    def close(self) -> None:
+        """Tell every plugin, then free the device. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self.hooks.teardown()
+            self.executor.close()

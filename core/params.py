@@ -1,0 +1,81 @@
+"""The one place where a request is checked: what can be told from the request alone is refused here, before it costs anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from core.types import Limits, ModelInfo, RequestError, SamplingParams
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_N = 128
+MAX_LOGPROBS = 20
+
+
+def _number(name: str, value: object, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not ok or not (low < value if low_open else low <= value) or value > high:  # type: ignore[operator]
+        raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
+
+
+def _integer(name: str, value: object, low: int, high: int, allowed: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise RequestError(f"{name} must be {allowed}, got {value!r}", name)
+
+
+def _stops(params: SamplingParams, vocab_size: int) -> None:
+    if not isinstance(params.stop, tuple) or not all(isinstance(s, str) for s in params.stop):
+        raise RequestError(f"stop must be strings, got {params.stop!r}", "stop")
+    if len(params.stop) > MAX_STOPS:
+        raise RequestError(f"stop takes at most {MAX_STOPS} strings, got {len(params.stop)}", "stop")
+    for stop in params.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", "stop")
+    for token in params.stop_token_ids:
+        _integer("stop_token_ids", token, 0, vocab_size - 1, f"token ids from 0 to {vocab_size - 1}")
+
+
+def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
+    """Check every field and settle ``max_tokens``; ``RequestError`` names the field, the value and what is allowed."""
+    _number("temperature", params.temperature, 0, 100, "a finite number from 0 to 100")
+    _number("top_p", params.top_p, 0, 1, "a number above 0 and at most 1", low_open=True)
+    _integer("top_k", params.top_k, -1, 2**31 - 1, "an integer from -1 (0 and -1: off)")
+    _integer("n", params.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
+    if params.seed is not None:
+        _integer("seed", params.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
+    if params.logprobs is not None:
+        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}")
+    _stops(params, vocab_size)
+    room = max_model_len - num_prompt_tokens
+    if params.max_tokens is None:
+        return attrs.evolve(params, max_tokens=room)
+    _integer("max_tokens", params.max_tokens, 1, 2**31 - 1, "an integer of at least 1")
+    if params.max_tokens > room:
+        raise RequestError(
+            f"max_tokens is {params.max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of the "
+            f"{max_model_len} tokens of max_model_len",
+            "max_tokens",
+        )
+    return params
+
+
+def check_request(token_ids: Sequence[int], params: SamplingParams, model: ModelInfo, limits: Limits) -> SamplingParams:
+    """Check a prompt and its parameters; gives the parameters with ``max_tokens`` settled."""
+    if not token_ids:
+        raise RequestError("the prompt cannot be empty: it has no tokens", "prompt")
+    top = model.vocab_size - 1
+    if not all(type(t) is int and 0 <= t <= top for t in token_ids):
+        bad = next(t for t in token_ids if type(t) is not int or not 0 <= t <= top)
+        raise RequestError(f"prompt token ids must be integers from 0 to {top}, got {bad!r}", "prompt")
+    if len(token_ids) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} tokens "
+            "and at least one must be left for the answer",
+            "prompt",
+        )
+    return check_params(
+        params, vocab_size=model.vocab_size, max_model_len=limits.max_model_len, num_prompt_tokens=len(token_ids)
+    )

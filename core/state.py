@@ -1,0 +1,245 @@
+"""What the engine knows: its sequences, the two queues, and the one table of allowed status moves.
+
+``State`` holds facts and keeps them consistent; it decides nothing. Core writes through ``Sequence``; policies see the same facts
+through the read-only ``SequenceView`` and ``View`` that hang off it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from enum import Enum
+from types import MappingProxyType
+from typing import Any
+
+from core.blocks import BlockPool
+from core.cost import CostModel
+from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
+
+_put = object.__setattr__  # how core writes what is read-only to everyone else
+
+
+class Status(Enum):
+    WAITING = "waiting"  # nothing of it is on the device
+    SWAPPED = "swapped"  # waiting, its KV in host memory
+    RUNNING = "running"  # holds device blocks and a row
+    IDLE = "idle"  # between two turns of a session (session stalls); no policy uses it yet
+    FINISHED = "finished"
+
+
+MOVES: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
+    Status.IDLE: frozenset(),
+    Status.FINISHED: frozenset(),
+}
+"""The one status table: every change of status is a line of it."""
+
+
+class Sequence:
+    """Core's handle of one sequence: the live view that policies read, and what only core needs."""
+
+    __slots__ = (
+        "view",
+        "request",
+        "params",
+        "status",
+        "order",  # (arrival_s, id): the place in a queue
+        "tokens",  # list[int], prompt and output
+        "table",  # list[int], device block ids, HOLE where there is none
+        "host_blocks",  # dict[table index, host block id] while swapped
+        "row",  # row in the batch builder's buffers, -1 unless running
+        "seed",
+        "to_fork",  # branches that still wait for the first token of this one
+        "num_cached_tokens",  # of the prompt, at its first computation (usage)
+        "stream",  # TextStream or None
+        "stops",  # StopMatcher or None
+        "times",  # list[float], when each output token was delivered
+        "first_seen_s",
+        "first_scheduled_s",
+    )
+
+    def __init__(self, request: Request, params: SamplingParams, seed: int, pool: BlockPool, *, id: int, branch: int = 0):
+        self.request = request
+        self.params = params
+        self.status = Status.WAITING
+        self.order = (request.arrival_s, id)
+        self.tokens = list(request.prompt_token_ids)
+        self.table: list[int] = []
+        self.host_blocks: dict[int, int] = {}
+        self.row = -1
+        self.seed = seed
+        self.to_fork = params.n - 1 if branch == 0 else 0
+        self.num_cached_tokens = 0
+        self.stream: Any = None
+        self.stops: Any = None
+        self.times: list[float] = []
+        self.first_seen_s = 0.0
+        self.first_scheduled_s: float | None = None
+        self.view = self._make_view(pool, id, branch)
+
+    def _make_view(self, pool: BlockPool, id: int, branch: int) -> SequenceView:
+        view, request = SequenceView(), self.request
+        facts = {
+            "id": id,
+            "request_id": request.id,
+            "branch": branch,
+            "n": self.params.n,
+            "token_ids": ReadOnlyList(self.tokens),
+            "num_prompt_tokens": len(self.tokens),
+            "num_tokens": len(self.tokens),
+            "num_computed_tokens": 0,
+            "max_tokens": self.params.max_tokens,
+            "block_table": ReadOnlyList(self.table),
+            "where": "none",
+            "num_preemptions": 0,
+            "_pool": pool,
+        }
+        for name in ("arrival_s", "priority", "client_id", "session_id", "cache_salt", "deadline_s", "recorded_output_tokens"):
+            facts[name] = getattr(request, name)
+        for name, value in facts.items():
+            _put(view, name, value)
+        return view
+
+    @property
+    def id(self) -> int:
+        return self.view.id
+
+    def append(self, token: int, now: float) -> None:
+        """One sampled token, delivered at ``now``."""
+        self.tokens.append(token)
+        self.times.append(now)
+        _put(self.view, "num_tokens", len(self.tokens))
+
+    def set_computed(self, num_tokens: int) -> None:
+        _put(self.view, "num_computed_tokens", num_tokens)
+
+    def device_blocks(self) -> tuple[int, ...]:
+        return tuple(b for b in self.table if b != HOLE)
+
+
+class State:
+    """Sequences by id, ``running`` and ``waiting`` in arrival order, and the rows that running sequences occupy."""
+
+    def __init__(self, limits: Limits, pool: BlockPool, cost: CostModel):
+        self.sequences: dict[int, Sequence] = {}
+        self.views: dict[int, SequenceView] = {}
+        self.requests: dict[int, set[int]] = {}  # request id -> its unfinished sequences
+        self.running: list[SequenceView] = []
+        self.waiting: list[SequenceView] = []
+        self.num_swapped = 0
+        self.pool = pool
+        self.swap = BlockPool(limits.num_swap_blocks, limits.block_size)
+        self.limits = limits
+        self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.cached_tokens: dict[int, int] = {}
+        self.view = self._make_view(limits, cost)
+        self.readonly_views = MappingProxyType(self.views)
+
+    def _make_view(self, limits: Limits, cost: CostModel) -> View:
+        view = View()
+        facts = {
+            "now": 0.0,
+            "step": 0,
+            "running": ReadOnlyList(self.running),
+            "waiting": ReadOnlyList(self.waiting),
+            "cached_tokens": MappingProxyType(self.cached_tokens),
+            "num_blocks": limits.num_blocks,
+            "block_size": limits.block_size,
+            "num_free_blocks": limits.num_blocks,
+            "num_free_swap_blocks": limits.num_swap_blocks,
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_num_seqs": limits.max_num_seqs,
+            "max_model_len": limits.max_model_len,
+            "cost": cost,
+        }
+        for name, value in facts.items():
+            _put(view, name, value)
+        return view
+
+    def look(self, now: float, step: int) -> None:
+        """Bring the view up to date for this step."""
+        _put(self.view, "now", now)
+        _put(self.view, "step", step)
+        self.refresh_free()
+
+    def refresh_free(self) -> None:
+        _put(self.view, "num_free_blocks", self.pool.num_free)
+        _put(self.view, "num_free_swap_blocks", self.swap.num_free)
+
+    # ------------------------------------------------------------------------------------------- queues and status
+
+    def _key(self, view: SequenceView) -> tuple[float, int]:
+        return self.sequences[view.id].order
+
+    def _take_out(self, queue: list[SequenceView], seq: Sequence) -> None:
+        index = bisect_left(queue, seq.order, key=self._key)
+        if index == len(queue) or queue[index] is not seq.view:
+            raise ValueError(f"sequence {seq.id} is not in its queue")
+        del queue[index]
+
+    def add(self, seq: Sequence) -> None:
+        """Take in a new sequence: it waits."""
+        self.sequences[seq.id] = seq
+        self.views[seq.id] = seq.view
+        self.requests.setdefault(seq.request.id, set()).add(seq.id)
+        insort(self.waiting, seq.view, key=self._key)
+
+    def move(self, seq: Sequence, to: Status) -> None:
+        """Change a sequence's status by the table, and its queue, row and ``where`` with it."""
+        if to not in MOVES[seq.status]:
+            raise ValueError(f"sequence {seq.id}: {seq.status.value} -> {to.value} is not an allowed move")
+        if seq.status is Status.RUNNING:
+            self._take_out(self.running, seq)
+            self._rows.append(seq.row)
+            seq.row = -1
+        elif to is not Status.WAITING:  # swapped -> waiting keeps its place
+            self._take_out(self.waiting, seq)
+        if to is Status.RUNNING:
+            seq.row = self._rows.pop()
+            insort(self.running, seq.view, key=self._key)
+        elif seq.status is Status.RUNNING and to is not Status.FINISHED:
+            insort(self.waiting, seq.view, key=self._key)
+        if to is Status.FINISHED:
+            self._forget(seq)
+        self.num_swapped += (to is Status.SWAPPED) - (seq.status is Status.SWAPPED)
+        seq.status = to
+        _put(seq.view, "where", {Status.RUNNING: "device", Status.SWAPPED: "swap"}.get(to, "none"))
+
+    def _forget(self, seq: Sequence) -> None:
+        del self.sequences[seq.id], self.views[seq.id]
+        siblings = self.requests[seq.request.id]
+        siblings.discard(seq.id)
+        if not siblings:
+            del self.requests[seq.request.id]
+
+    def count_preemption(self, seq: Sequence) -> None:
+        _put(seq.view, "num_preemptions", seq.view.num_preemptions + 1)
+
+    def swapped(self) -> list[Sequence]:
+        """Sequences whose KV is in host memory, in arrival order."""
+        return [self.sequences[v.id] for v in self.waiting if v.where == "swap"] if self.num_swapped else []
+
+    # ------------------------------------------------------------------------------------------- self-check
+
+    def check_owners(self) -> None:
+        """Every block is held by exactly as many tables as its reference count says. O(blocks): ``checks=full`` and tests."""
+        owners: dict[int, int] = {}
+        for seq in self.sequences.values():
+            for block in seq.device_blocks():
+                owners[block] = owners.get(block, 0) + 1
+        held = {b: c for b, c in enumerate(self.pool.refs) if c}
+        assert owners == held, f"block tables hold {owners}, the pool counts {held}"
+        self.pool.check()
+        hosts = sorted(h for seq in self.sequences.values() for h in seq.host_blocks.values())
+        assert hosts == [h for h, c in enumerate(self.swap.refs) if c], f"swapped sequences hold host blocks {hosts}"
+
+    def assert_idle(self) -> None:
+        """Nothing leaks: raise ``AssertionError`` with the numbers unless an engine without work has given everything back."""
+        assert not self.sequences and not self.views, f"{len(self.sequences)} sequences are left"
+        assert not self.requests, f"requests {sorted(self.requests)} are left"
+        assert not self.running and not self.waiting, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        assert self.pool.num_free == self.pool.num_blocks, f"{self.pool.num_used} blocks are not free"
+        assert self.swap.num_free == self.swap.num_blocks, f"{self.swap.num_used} host blocks are not free"
+        assert len(self._rows) == self.limits.max_num_seqs, "batch rows are left occupied"
+        self.pool.check()

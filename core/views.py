@@ -1,0 +1,153 @@
+"""What policies read: live pictures of sequences and of the engine, kept up to date in place by core, read-only to everyone else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from core.blocks import BlockPool
+    from core.cost import CostModel
+
+HOLE = -1
+"""A block table entry without a device block: its KV is in host memory, or is not there yet."""
+
+Where = Literal["none", "device", "swap"]
+
+
+class SequenceView:
+    """A live, read-only picture of one sequence. Policies may keep it; core keeps it up to date in place.
+
+    ``num_tokens`` counts prompt and output, tokens in flight included; ``num_computed_tokens`` those whose KV is in the cache.
+    Every step moves the second towards the first; the newest sampled token has no KV yet.
+    """
+
+    __slots__ = (
+        "id",  # int, the engine's own, unique for its life
+        "request_id",  # int, shared by the branches of one request
+        "branch",  # int, 0 is the parent
+        "n",  # int, branches of the request
+        "token_ids",  # read-only list of int [num_tokens]
+        "num_prompt_tokens",  # int
+        "num_tokens",  # int
+        "num_computed_tokens",  # int
+        "max_tokens",  # int, most output tokens (declared, or what max_model_len leaves)
+        "block_table",  # read-only list of int block ids; HOLE where there is no device block
+        "where",  # "none" | "device" | "swap": where its KV is
+        "arrival_s",  # float
+        "priority",
+        "client_id",
+        "session_id",
+        "cache_salt",
+        "deadline_s",  # float | None
+        "recorded_output_tokens",  # int | None
+        "num_preemptions",  # int, so far
+        "_pool",
+    )
+
+    if TYPE_CHECKING:
+        id: int
+        request_id: int
+        branch: int
+        n: int
+        token_ids: Sequence[int]
+        num_prompt_tokens: int
+        num_tokens: int
+        num_computed_tokens: int
+        max_tokens: int
+        block_table: Sequence[int]
+        where: Where
+        arrival_s: float
+        priority: int
+        client_id: str
+        session_id: str
+        cache_salt: str
+        deadline_s: float | None
+        recorded_output_tokens: int | None
+        num_preemptions: int
+        _pool: BlockPool
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a policy may not write SequenceView.{name}: return a decision instead, core acts on it")
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens still to compute before the next one can be sampled (1 while decoding)."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def private_blocks(self) -> int:
+        """Device blocks that only this sequence holds: what evicting it frees."""
+        refs = self._pool.refs
+        return sum(1 for block in self.block_table if block != HOLE and refs[block] == 1)
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.id} {self.num_computed_tokens}/{self.num_tokens} tokens, {self.where}>"
+
+
+class View:
+    """What a policy sees of the engine at ``now``. One object for the engine's life, kept up to date in place, read-only."""
+
+    __slots__ = (
+        "now",  # float, seconds on the executor's clock at the start of the step
+        "step",  # int, number of this step
+        "running",  # read-only list of SequenceView, in arrival order
+        "waiting",  # read-only list of SequenceView, in arrival order; where is "none" or "swap"
+        "cached_tokens",  # Mapping sequence id -> leading tokens found in the cache; a bounded head of waiting, absent = 0
+        "num_blocks",  # int, blocks in the pool
+        "block_size",  # int, tokens
+        "num_free_blocks",  # int, blocks that a reserve can take (unreferenced cached ones included)
+        "num_free_swap_blocks",  # int, host blocks
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+        "cost",  # CostModel: seconds to move or recompute
+    )
+
+    if TYPE_CHECKING:
+        now: float
+        step: int
+        running: Sequence[SequenceView]
+        waiting: Sequence[SequenceView]
+        cached_tokens: Mapping[int, int]
+        num_blocks: int
+        block_size: int
+        num_free_blocks: int
+        num_free_swap_blocks: int
+        max_num_batched_tokens: int
+        max_num_seqs: int
+        max_model_len: int
+        cost: CostModel
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a policy may not write View.{name}: return a decision instead, core acts on it")
+
+
+class ReadOnlyList(Sequence):
+    """A window on a list that core owns: reads and slices cost what the list's do, writes do not exist."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: list):
+        self._items = items
+
+    def __getitem__(self, index):
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator:
+        return iter(self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self._items) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._items)
