@@ -1,0 +1,125 @@
+"""The block pool: counts, order of reuse, and that every misuse is an error and not a corruption."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from core.blocks import BlockPool
+
+
+def test_a_second_free_raises_and_hands_out_no_block_twice() -> None:
+    pool = BlockPool(4, 16)
+    (block,) = pool.take(1)
+    pool.give([block])
+    with pytest.raises(ValueError, match="second free"):
+        pool.give([block])
+    assert pool.num_free == 4
+    assert len(set(pool.take(2))) == 2
+
+
+def test_never_used_blocks_come_first_in_order_then_the_one_free_longest() -> None:
+    pool = BlockPool(6, 1)
+    assert pool.take(4) == [0, 1, 2, 3]
+    pool.give([2])
+    pool.give([0, 1])
+    assert pool.take(5) == [4, 5, 2, 0, 1]
+
+
+def test_a_named_free_block_leaves_the_middle_of_the_queue() -> None:
+    pool = BlockPool(4, 1)
+    pool.take_ids([2])
+    assert pool.take(3) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda p: p.take(5),
+        lambda p: p.take(-1),
+        lambda p: (p.take(1), p.take_ids([0])),
+        lambda p: p.take_ids([1, 1]),
+        lambda p: p.take_ids([9]),
+        lambda p: p.share([0]),
+        lambda p: p.give([-1]),
+        lambda p: p.give([4]),
+    ],
+)
+def test_misuse_raises_and_leaves_the_pool_sound(misuse) -> None:
+    pool = BlockPool(4, 1)
+    with pytest.raises(ValueError):
+        misuse(pool)
+    pool.check()
+
+
+def test_a_run_is_consecutive_and_a_hole_that_is_too_short_is_not_used() -> None:
+    pool = BlockPool(8, 1)
+    first = pool.take_run(3)
+    second = pool.take_run(3)
+    assert first == [0, 1, 2] and second == [3, 4, 5]
+    pool.give(first)
+    assert pool.take_run(4) is None
+    assert pool.largest_run() == 3
+    assert pool.take_run(2) == [0, 1]
+    assert pool.num_free == 3
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(-1, 4), (4, 0)])
+def test_sizes_that_make_no_pool_are_refused(num_blocks: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="num_blocks >= 0 and block_size >= 1"):
+        BlockPool(num_blocks, block_size)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a plain list of owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(9, 4)
+        self.held: list[int] = []
+
+    @rule(n=st.integers(0, 9))
+    def take(self, n: int) -> None:
+        if n > self.pool.num_free:
+            with pytest.raises(ValueError):
+                self.pool.take(n)
+        else:
+            taken = self.pool.take(n)
+            assert not set(taken) & set(self.held)
+            self.held += taken
+
+    @rule(n=st.integers(1, 4))
+    def take_run(self, n: int) -> None:
+        run = self.pool.take_run(n)
+        if run is None:
+            free = [b for b in range(9) if b not in self.held]
+            assert not any(all(b + i in free for i in range(n)) for b in range(9))
+        else:
+            assert run == list(range(run[0], run[0] + n)) and not set(run) & set(self.held)
+            self.held += run
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.share([block])
+        self.held.append(block)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(self.held))
+        self.pool.give([block])
+        self.held.remove(block)
+
+    @invariant()
+    def counts_are_owners(self) -> None:
+        assert self.pool.refs == [self.held.count(b) for b in range(9)]
+        assert self.pool.num_free == 9 - len(set(self.held))
+        self.pool.check()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, deadline=None)
+TestPool = PoolMachine.TestCase
