@@ -1,0 +1,146 @@
+"""Measuring a machine once: link and prefill speed for break-even preemption, kept in the cache folder; and made-up
+batches to run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from attrs.validators import gt, instance_of
+
+from core.cache import KVCache, KVShape
+from core.fetch import cache_dir
+from core.kernel import Layout
+from core.types import Batch, Move, MoveKind, SamplingBatch, SamplingParams
+
+LOG = logging.getLogger(__name__)
+LINK_BYTES = 64 * 2**20  # copied each way: more than a CPU's caches keep
+_POSITIVE = [instance_of(float), gt(0)]
+
+
+@attrs.frozen(slots=True, kw_only=True)
+class Calibration:
+    """What was measured of one set-up."""
+
+    link_bytes_per_s: float = attrs.field(validator=_POSITIVE)  # device blocks to the host pool and back
+    prefill_flop_per_s: float = attrs.field(validator=_POSITIVE)
+
+
+def machine_name() -> str:
+    """The host and its processor: a cache folder may be shared by several machines."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.node()}, {models[0] if models else processor}"
+
+
+def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Calibration:
+    """The calibration kept under this machine and ``key`` (JSON values); measured and kept where there is none.
+
+    A file that cannot be read is measured again, one that cannot be written costs only the next start's time; both are
+    logged.
+    """
+    full = json.dumps({"machine": machine_name(), **key}, sort_keys=True)
+    path = cache_dir() / "cost" / f"{hashlib.sha256(full.encode()).hexdigest()[:20]}.json"
+    try:
+        return Calibration(**json.loads(path.read_text(encoding="utf-8"))["measured"])
+    except FileNotFoundError:
+        LOG.debug("not measured yet: %s", full)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        LOG.warning("%s cannot be used (%s): measuring again", path, error)
+    found = measure()
+    try:
+        _write(path, {"key": json.loads(full), "measured": attrs.asdict(found)})
+    except OSError as error:
+        LOG.warning("cannot keep the measured costs in %s: %s", path, error)
+    return found
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".partial-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            out.write(json.dumps(value, indent=2) + "\n")
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
+
+
+def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of several runs, after one that is not counted."""
+    best = float("inf")
+    for i in range(times + 1):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if i:
+            best = min(best, time.perf_counter() - started)
+    return best
+
+
+def measure_link(shape: KVShape, block_size: int, layout: Layout, device: torch.device) -> float:
+    """Bytes a second of swap, out and in: whole scattered blocks, between pools made for this. Takes about 0.1 s."""
+    count = max(2, LINK_BYTES // (shape.token_bytes * block_size))
+    cache = KVCache(
+        shape, num_blocks=count, num_swap_blocks=count, block_size=block_size, layout=layout, device=device, zero=True
+    )
+    order = np.random.default_rng(0).permutation(count).tolist()
+    kinds: tuple[MoveKind, ...] = ("swap_out", "swap_in")
+    moves = [Move(kind, source, target) for kind in kinds for target, source in enumerate(order)]
+    seconds = best_of(3, lambda: cache.run_moves(moves), device)
+    cache.close()
+    return len(moves) * cache.block_bytes / seconds
+
+
+def one_sequence(
+    num_tokens: int, block_size: int, vocab_size: int, seed: int, logit_tokens: np.ndarray | None = None
+) -> Batch:
+    """A prompt of random tokens in blocks 0, 1, ...; logits for its last token, or for ``logit_tokens``."""
+    arange = np.arange(num_tokens, dtype=np.int32)
+    rows = np.array([num_tokens - 1]) if logit_tokens is None else logit_tokens
+    return Batch(
+        token_ids=np.random.default_rng(seed).integers(0, vocab_size, num_tokens, dtype=np.int32),
+        positions=arange,
+        slot_mapping=arange.copy(),
+        query_start=np.array([0, num_tokens], dtype=np.int32),
+        kv_lens=np.array([num_tokens], dtype=np.int32),
+        block_tables=np.arange(-(-num_tokens // block_size), dtype=np.int32)[None],
+        logit_tokens=rows.astype(np.int32),
+        sequence_ids=(0,),
+        block_size=block_size,
+        max_query_len=num_tokens,
+        max_kv_len=num_tokens,
+    )
+
+
+def sampling_of(num_rows: int, params: SamplingParams) -> SamplingBatch:
+    """One draw from each row, all with the same parameters."""
+    return SamplingBatch(
+        rows=range(num_rows),
+        params=[params] * num_rows,
+        seeds=[0] * num_rows,
+        branches=[0] * num_rows,
+        positions=range(num_rows),
+        histories=[()] * num_rows,
+        num_prompt_tokens=[0] * num_rows,
+        recorded_output_tokens=[None] * num_rows,
+    )
