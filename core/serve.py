@@ -1,0 +1,77 @@
+"""``python -m core.serve [group=option ...] [field=value ...]``, also installed as ``quire``.
+
+``--help`` lists every option. Exit codes: 0 ok, 1 engine or plugin fault, 2 bad input, 3 a job of a sweep failed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from core.types import ConfigError, QuireError
+
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""Hydra's variable: with it, its errors come to us as exceptions; a person who sets it wants to see tracebacks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and give its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    full = os.environ.get(FULL_ERROR) == "1"
+    before = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = ["quire", *arguments]
+    os.environ[FULL_ERROR] = "1"
+    try:
+        return _run(arguments, full)
+    finally:
+        sys.argv = before[0]
+        if before[1] is None:
+            del os.environ[FULL_ERROR]
+
+
+def _run(arguments: list[str], full: bool) -> int:
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from core import app, config
+    from core.discovery import discover
+
+    try:
+        if not {"--help", "-h"} & set(arguments):
+            discover().require_no_clash()
+            _name_broken_plugins()
+        app.run()
+    except app.Ended as end:
+        return _fail(end.error, full)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except (HydraException, OmegaConfBaseException) as error:
+        overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+        return _fail(config.explain(error, overrides), full)
+    except Exception as error:
+        return _fail(error, full)
+    return 0
+
+
+def _name_broken_plugins() -> None:
+    from core.discovery import discover
+
+    for broken in discover().broken:
+        print(f"warning: plugin not loaded: {broken}", file=sys.stderr)
+
+
+def _fail(error: Exception, full: bool) -> int:
+    """Say what went wrong: one line for what a person can mend, a traceback for a fault of ours."""
+    known = isinstance(error, QuireError)
+    if full or not known:
+        traceback.print_exception(error)
+    print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

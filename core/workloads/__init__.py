@@ -1,0 +1,36 @@
+"""Workloads: what is asked of an engine, and when. The small interface that every ``workload=`` option has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import attrs
+
+from core.types import SamplingParams
+
+
+@attrs.frozen(slots=True, kw_only=True, eq=False)
+class WorkloadRequest:
+    """One request of a workload, before an engine has seen it."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float | None = None  # seconds after the workload's start; None: closed loop, sent when there is room
+    recorded_output_tokens: int | None = None  # the output length the workload says
+    priority: int = 0
+    client_id: str = ""
+    session_id: str = ""
+    cache_salt: str = ""
+    deadline_s: float | None = None  # seconds after its arrival
+    label: str = ""
+
+
+class Workload(Protocol):
+    """A source of requests; the same for the same options."""
+
+    concurrency: int | None
+    """Closed loop: most requests in flight; None: no limit."""
+
+    def requests(self, vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:
+        """The requests in order of arrival, for a model with this vocabulary and this many tokens a sequence."""
