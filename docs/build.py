@@ -1,0 +1,89 @@
+"""Writes the pages that come from the code: docs/hooks.md (core/hookspecs.py) and docs/options.md (the YAML files).
+
+``python docs/build.py`` writes them, ``python docs/build.py --check`` says which are out of date and exits 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from core import hookspecs  # noqa: E402
+from core.discovery import discover  # noqa: E402
+
+MARK = "<!-- written by docs/build.py from the code: do not edit -->\n\n"
+TITLES = {
+    "DiscoverySpec": "Discovery: once a process",
+    "StartSpec": "Start: once an engine",
+    "StepSpec": "Decisions of a step",
+    "ObserverSpec": "Observers",
+    "EndSpec": "The end",
+}
+
+
+def hooks_page() -> str:
+    """The contract, hook by hook, from the docstrings."""
+    parts = [MARK, "# Hooks: the contract between core and plugins\n\n", inspect.getdoc(hookspecs) or "", "\n"]
+    for spec in hookspecs.SPECS:
+        parts.append(f"\n## {TITLES[spec.__name__]}\n")
+        if spec.__doc__:
+            parts.append(f"\n{inspect.cleandoc(spec.__doc__)}\n")
+        for name, function in vars(spec).items():
+            if name.startswith("_"):
+                continue
+            signature = inspect.signature(function)
+            arguments = [f"{p.name}: {p.annotation}" for p in signature.parameters.values() if p.name != "self"]
+            plain = ", ".join(p for p in signature.parameters if p != "self")
+            first = getattr(function, "quire_spec", {}).get("firstresult")
+            kind = "one answer" if first else "every provider is asked"
+            parts.append(f"\n### `{name}({plain})`\n\n")
+            parts.append(f"`{name}({', '.join(arguments)}) -> {signature.return_annotation}` ({kind})\n\n")
+            parts.append(f"{inspect.getdoc(function)}\n")
+    return "".join(parts)
+
+
+def options_page() -> str:
+    """Every option of every group with its fields and defaults, from conf/."""
+    parts = [MARK, "# Options\n\n`group=option` chooses, `group.field=value` sets a field: "]
+    parts.append("`python -m core.serve allocator=paged scheduler.watermark=0.02`. `--help` lists what is installed.\n\n")
+    parts.append("## Root\n\n```yaml\n")
+    parts.append((ROOT / "conf" / "config.yaml").read_text().strip() + "\n```\n")
+    kinds: dict[str, list] = {}
+    for option in discover().options:
+        if option.dist == "quire":
+            kinds.setdefault(option.kind, []).append(option)
+    for kind, options in kinds.items():
+        parts.append(f"\n## {kind}\n\n")
+        for option in options:
+            parts.append(f"### `{kind}={option.name}`\n\n{option.summary[0].upper()}{option.summary[1:]}.\n\n")
+            path = ROOT / "conf" / kind / f"{option.name}.yaml"
+            if path.exists():
+                parts.append(f"```yaml\n{path.read_text().strip()}\n```\n\n")
+    return "".join(parts).rstrip() + "\n"
+
+
+PAGES = {"hooks.md": hooks_page, "options.md": options_page}
+
+
+def main() -> int:
+    stale = []
+    for name, make in PAGES.items():
+        path, text = ROOT / "docs" / name, make()
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    if "--check" in sys.argv and stale:
+        print(f"out of date: {', '.join(stale)}; run `make docs`")
+        return 1
+    print(f"{len(stale)} of {len(PAGES)} pages written" if stale else "pages are up to date")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

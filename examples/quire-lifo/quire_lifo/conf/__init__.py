@@ -1,0 +1,1 @@
+"""YAML files, one folder a group."""
