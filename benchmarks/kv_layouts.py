@@ -2,8 +2,8 @@
 
     python benchmarks/kv_layouts.py [--threads 2] [--repeat 7]
 
-The shape is SmolLM2-135M's: 30 layers, 9 heads, 3 KV heads, head_dim 64, float32, blocks of 16 tokens. The two orders take turns, and
-the best of the runs counts. ``core/cache.py`` quotes the result.
+The shape is SmolLM2-135M's: 30 layers, 9 heads, 3 KV heads, head_dim 64, float32, blocks of 16 tokens. The orders take
+turns, and the best of the runs counts. ``core/cache.py`` quotes the result.
 """
 
 from __future__ import annotations

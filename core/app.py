@@ -78,7 +78,7 @@ def serve(config: DictConfig) -> dict[str, Any] | None:
 
 
 def _write(record: dict[str, Any], folder: Path) -> None:
-    from core.report import write_result
+    from core.results import write_result
 
     LOG.info("result: %s", write_result(record, folder))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from core.accounting import memory_report
 from core.batch import BatchBuilder, Run
 from core.hookspecs import ForkGroup
 from core.scratch import Step
@@ -52,6 +53,7 @@ class Committer:
     ):
         self.state, self.hooks, self.model, self.builder = state, hooks, model, builder
         self.tokenizer, self.next_id = tokenizer, next_id
+        self.block_bytes = model.kv_bytes_per_token * state.limits.block_size
 
     def open_text(self, seq: Sequence) -> None:
         """Give a new sequence its own decoder state; none when nobody wants its text."""
@@ -63,6 +65,8 @@ class Committer:
         """Record what was computed and drawn at ``now``; end what is over."""
         drawn, forking = self._append(runs, sampling, output, now)
         step.num_sampled = len(drawn)
+        # before anything is given back: what the forward pass just used
+        step.memory = memory_report(self.state, step.num_copies * self.block_bytes)
         step.mark("commit")
         for one in drawn:
             if one.seq.stream is not None and one.error is None:

@@ -18,7 +18,7 @@ from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
-from core.metrics import Metrics
+from core.metrics import Metrics, check_record
 from core.params import check_request
 from core.relief import Relief
 from core.accounting import memory_report
@@ -282,6 +282,8 @@ class Engine:
         state = self.state
         if self.full_checks:
             state.check_owners()
+            for finished in step.finished:
+                check_record(finished)
         self._num_steps += 1
         step.mark("commit")
         report = StepReport(
@@ -297,7 +299,7 @@ class Engine:
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             stage_seconds=step.seconds,
-            memory=memory_report(state, step.num_copies * self.model.kv_bytes_per_token * self.limits.block_size),
+            memory=step.memory or memory_report(state, 0),
             wait_until=plan.wait_until,
             prefix_query_tokens=step.query_tokens,
             prefix_hit_tokens=step.hit_tokens,

@@ -14,6 +14,7 @@ Anything else is refused with the reason.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -289,10 +290,12 @@ def load_folder(folder: Path, raw: dict[str, Any], device: str, dtype: str) -> P
 
 
 def build_random(config: Any, device: str, dtype: str, seed: int) -> PreTrainedModel:
-    """A model with random weights that depend on ``seed`` alone; torch's global generator is left as it was."""
+    """A model with random weights that depend on ``seed`` alone; torch's global generator and ``config`` stay as they were."""
     with torch.random.fork_rng(devices=[]), _quiet():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32
+        )
     return model.to(device, resolve_dtype(dtype, device, config)).eval()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from time import perf_counter
 
-from core.types import Finished, Move, Output, Preempted
+from core.types import Finished, MemoryReport, Move, Output, Preempted
 
 STAGES = ("intake", "look", "plan", "reserve", "relieve", "pack", "move", "forward", "sample", "text", "commit")
 
@@ -21,6 +21,7 @@ class Step:
         "outputs",
         "preempted",
         "finished",
+        "memory",
         "num_sampled",
         "query_tokens",
         "hit_tokens",
@@ -36,6 +37,7 @@ class Step:
         self.outputs: list[Output] = []
         self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
+        self.memory: MemoryReport | None = None  # at its fullest, before commit gives anything back
         self.num_sampled = 0
         self.query_tokens = 0
         self.hit_tokens = 0

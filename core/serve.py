@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     full = os.environ.get(FULL_ERROR) == "1"
     before = sys.argv, os.environ.get(FULL_ERROR)
-    sys.argv = ["quire", *arguments]
+    sys.argv = ["quire", *sorted(arguments, key=_is_override)]  # flags may stand anywhere, also between overrides
     os.environ[FULL_ERROR] = "1"
     try:
         return _run(arguments, full)
@@ -50,11 +50,15 @@ def _run(arguments: list[str], full: bool) -> int:
     except KeyboardInterrupt:
         return 130
     except (HydraException, OmegaConfBaseException) as error:
-        overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+        overrides = [word for word in arguments if _is_override(word)]
         return _fail(config.explain(error, overrides), full)
     except Exception as error:
         return _fail(error, full)
     return 0
+
+
+def _is_override(word: str) -> bool:
+    return word.startswith(("~", "+")) or ("=" in word and not word.startswith("-"))
 
 
 def _name_broken_plugins() -> None:

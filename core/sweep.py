@@ -69,7 +69,7 @@ def _number(path: Path) -> tuple[int, str]:
 
 def write_summary(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     """``summary.json`` has whole records; ``summary.csv`` a row a job: its number, the override columns, then dotted keys."""
-    from core.report import flatten
+    from core.results import flatten
 
     text = json.dumps([{"job": row["job"], "overrides": row["overrides"], **row["record"]} for row in rows], indent=2)
     (folder / "summary.json").write_text(text + "\n")

@@ -20,11 +20,11 @@ import transformers
 from attrs.validators import ge, in_, instance_of, matches_re, optional
 
 from core.cache import KVCache, KVShape, available_memory, fit_blocks_cpu, fit_blocks_gpu
+from core.executors import StartHooks
 from core.executors.calibration import Calibration, best_of, measure_link, one_sequence, recorded, sampling_of
 from core.kernel import LAYOUTS, AttentionCase, AttentionKernel, LayerInfo, Layout, Phase
 from core.model import LoadedModel, attention_modules, connect, packed_logits
 from core.sampler import Sampler
-from core.executors import StartHooks
 from core.types import (
     Batch,
     CacheConfig,

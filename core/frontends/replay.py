@@ -20,7 +20,7 @@ import attrs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from core.report import table
+from core.results import table
 from core.types import ConfigError, PolicyError, RequestError, StepReport
 from core.workloads import Workload, WorkloadRequest
 

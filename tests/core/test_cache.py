@@ -96,7 +96,9 @@ def test_runs_lose_nothing(moves):
 
 
 def test_runs_join_neighbours_but_never_a_block_that_is_both_read_and_written():
-    assert list(runs([Move("swap_out", 1, 0), Move("swap_out", 2, 1), Move("swap_out", 3, 2)])) == [("swap_out", 1, 0, 3)]
+    assert list(runs([Move("swap_out", 1, 0), Move("swap_out", 2, 1), Move("swap_out", 3, 2)])) == [
+        ("swap_out", 1, 0, 3)
+    ]
     assert list(runs([Move("copy", 0, 1), Move("copy", 1, 2)])) == [("copy", 0, 1, 1), ("copy", 1, 2, 1)]
     assert list(runs([Move("copy", 0, 3), Move("copy", 1, 4)])) == [("copy", 0, 3, 2)]
     assert list(runs([Move("copy", 2, 1), Move("copy", 3, 2)])) == [("copy", 2, 1, 1), ("copy", 3, 2, 1)]
@@ -104,7 +106,8 @@ def test_runs_join_neighbours_but_never_a_block_that_is_both_read_and_written():
 
 
 @pytest.mark.parametrize(
-    "move", [Move("copy", 0, NUM_BLOCKS), Move("copy", -1, 0), Move("swap_out", 0, NUM_HOST), Move("swap_in", NUM_HOST, 0)]
+    "move",
+    [Move("copy", 0, NUM_BLOCKS), Move("copy", -1, 0), Move("swap_out", 0, NUM_HOST), Move("swap_in", NUM_HOST, 0)],
 )
 def test_a_move_outside_the_pools_is_an_error(move):
     with pytest.raises(IndexError, match=move.kind):

@@ -18,7 +18,7 @@ from core.sources import Path, SmolLM2, Tiny
 from core.text import ByteTokenizer
 from core.types import ConfigError
 from plugins.kernels.torch import TorchKernel
-from tests.driver import Driver
+from tests.driver import Driver, Seq
 
 SIZES = {
     "num_hidden_layers": 2,
@@ -107,8 +107,6 @@ def test_logits_are_those_of_eager(kind):
     plain = build_random(config, "cpu", "float32", 0)
     executor = executor_of(config)
     driver = Driver(executor, TorchKernel(), block_size=4)
-    from tests.driver import Seq
-
     seqs = [Seq(list(prompt), num_prompt=len(prompt)) for prompt in PROMPTS]
     batch, _ = driver.pack({i: len(seq.tokens) for i, seq in enumerate(seqs)}, seqs)
     with torch.inference_mode():
@@ -121,8 +119,6 @@ def test_logits_are_those_of_eager(kind):
 def test_only_asked_rows_get_logits():
     executor = executor_of(config_of("llama"))
     driver = Driver(executor, TorchKernel())
-    from tests.driver import Seq
-
     seqs = [Seq(list(range(3, 23))), Seq([4])]
     batch, sampling = driver.pack({0: 7, 1: 1}, seqs)  # the first is not complete
     seen = []
@@ -141,8 +137,6 @@ def test_two_models_in_one_process_do_not_see_each_other():
     alone = [plain_generate(config, prompt, 6, seed) for seed, prompt in ((0, PROMPTS[0]), (1, PROMPTS[1]))]
     first = Driver(executor_of(config_of("llama"), 0), TorchKernel(), block_size=4)
     second = Driver(executor_of(config_of("llama"), 1), TorchKernel(), block_size=3, num_blocks=99)
-    from tests.driver import Seq
-
     seqs = [[Seq(list(PROMPTS[0]), num_prompt=3)], [Seq(list(PROMPTS[1]), num_prompt=37)]]
     for _ in range(6):
         for driver, own in zip((first, second), seqs, strict=True):
@@ -195,7 +189,13 @@ REFUSED = {
     ),
     "mla": (
         transformers.DeepseekV3Config,
-        {"num_key_value_heads": 4, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32},
+        {
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "kv_lora_rank": 32,
+        },
         "different sizes",
     ),
 }
@@ -354,15 +354,27 @@ def test_sources_import_no_torch():
 def test_loading_leaves_the_process_as_it_was(saved):
     from transformers.utils import logging
 
-    state = (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.is_grad_enabled())
+    state = (
+        torch.get_default_dtype(),
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        torch.is_grad_enabled(),
+    )
     Path(path=str(saved)).load("cpu", "auto")
-    after = (torch.get_default_dtype(), logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.is_grad_enabled())
+    after = (
+        torch.get_default_dtype(),
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        torch.is_grad_enabled(),
+    )
     assert after == state
 
 
 # ------------------------------------------------------------------------------------------------ the real one
 
-needs_smollm2 = pytest.mark.skipif(not model_dir().is_dir(), reason="SmolLM2 is not in the cache: run python -m core.fetch")
+needs_smollm2 = pytest.mark.skipif(
+    not model_dir().is_dir(), reason="SmolLM2 is not in the cache: run python -m core.fetch"
+)
 
 
 @needs_smollm2

@@ -71,7 +71,8 @@ def test_lengths_around_a_block_edge(block_size, delta):
 def test_windows_and_soft_caps(window, soft_cap):
     for lengths in (DECODE, PREFILL, MIXED):
         check(
-            Case(lengths, block_size=3, num_heads=4, num_kv_heads=2, head_dim=16, window=window, soft_cap=soft_cap), 1e-5
+            Case(lengths, block_size=3, num_heads=4, num_kv_heads=2, head_dim=16, window=window, soft_cap=soft_cap),
+            1e-5,
         )
 
 
@@ -92,9 +93,7 @@ def test_output_is_bitwise_the_same_whatever_the_unused_slots_hold(lengths):
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, MIXED], ids=["decode", "prefill", "mixed"])
 def test_writes_its_slots_and_nothing_else(layout, lengths):
     """Padding rows (slot -1, NaN in k and v) write nothing; every other slot of the pool keeps its bits."""
-    case = Case(
-        lengths, block_size=3, num_heads=4, num_kv_heads=2, head_dim=16, layout=layout, padding=3, filler=123.0
-    )
+    case = Case(lengths, block_size=3, num_heads=4, num_kv_heads=2, head_dim=16, layout=layout, padding=3, filler=123.0)
     before = case.pool.clone()
     out = check(case, 1e-5)
     assert not out.isnan().any()
