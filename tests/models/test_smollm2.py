@@ -1,0 +1,81 @@
+"""SmolLM2 for real: greedy answers are transformers' own, whatever the pool, the preemption and the company (rule 1 of the design)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import core
+from core.fetch import FetchError, fetch_model
+
+DATA = Path(__file__).parents[1] / "data"
+REFERENCE = json.loads((DATA / "smollm2_greedy.json").read_text())
+NEAR_TIE = 1e-4
+# swap and recompute cost the same at 48 tokens: both kinds of preemption occur
+CROSSOVER_AT_48 = ["cost.link_bytes_per_s=3.385e6", "cost.prefill_flop_per_s=1e10"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model() -> None:
+    try:
+        fetch_model()
+    except FetchError as error:
+        pytest.skip(f"the default model cannot be had here: {error}")
+
+
+def sure_tokens(row) -> int:
+    """Output tokens before the first position where the top two logits were closer than ``NEAR_TIE``, relative to the largest."""
+    return next((i for i, margin in enumerate(row["margins"]) if margin < NEAR_TIE), len(row["margins"]))
+
+
+def assert_agrees(tokens, row) -> None:
+    sure = sure_tokens(row)
+    assert list(tokens)[:sure] == row["output"][:sure]
+    assert len(tokens) == len(row["output"])
+
+
+def test_the_reference_decides_most_tokens() -> None:
+    """Or the comparisons below would prove little."""
+    assert sum(map(sure_tokens, REFERENCE)) > 0.8 * sum(len(row["output"]) for row in REFERENCE)
+
+
+@pytest.mark.timeout(600)
+def test_greedy_answers_are_transformers_own_under_swaps_and_recomputes() -> None:
+    overrides = [
+        "cache.num_blocks=24",
+        "max_num_seqs=20",
+        "preemption=breakeven",
+        "checks=full",
+        *CROSSOVER_AT_48,
+    ]
+    with core.build(overrides) as quire:
+        params = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        answers = quire.generate([row["prompt"] for row in REFERENCE], params)
+        for answer, row in zip(answers, REFERENCE, strict=True):
+            assert_agrees(answer.token_ids, row)
+        preemptions = quire.engine.metrics.summary()["preemptions"]
+        assert preemptions["swap"] > 0 and preemptions["recompute"] > 0, preemptions
+        quire.engine.assert_idle()
+
+
+@pytest.mark.timeout(300)
+def test_the_capital_of_france_is_paris_and_the_answer_ends_with_stop() -> None:
+    with core.build(["cache.num_blocks=64"]) as quire:
+        (answer,) = quire.chat([{"role": "user", "content": "What is the capital of France?"}], {"max_tokens": 24, "temperature": 0})
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_stored_reference_is_what_transformers_says_today() -> None:
+    import sys
+
+    sys.path.insert(0, str(DATA))
+    from make_smollm2_reference import reference
+
+    for now, stored in zip(reference(), REFERENCE, strict=True):
+        assert now["prompt"] == stored["prompt"]
+        assert_agrees(now["output"], stored)
