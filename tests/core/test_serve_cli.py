@@ -123,7 +123,6 @@ def test_replay_writes_its_result_with_a_manifest(tmp_path):
         (["allocator._target_=os.system"], "may not be built"),
         (["workload.num_requests=-1"], "workload.num_requests must be an integer of at least 1, got -1"),
         (["-m", "allocator=paged,slob"], "error: allocator=slob: no such option"),
-        (["-m", "frontend=http"], "error: http cannot be swept; use frontend=replay"),
         (["-m", "frontend=replay,http"], "error: http cannot be swept; use frontend=replay"),
         (["--config-dir", "nowhere"], "nowhere' not found"),
     ],
@@ -132,6 +131,12 @@ def test_bad_input_is_one_line_and_exit_code_2(here, capfd, words, message):
     assert main([*TOY, *words]) == 2
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1 and message in errors[0]
+    assert not list(here.glob("**/result.json"))
+
+
+def test_http_cannot_be_swept(here, capfd):
+    assert main(["executor=toy", "-m", "seed=0,1"]) == 2
+    assert capfd.readouterr().err == "error: http cannot be swept; use frontend=replay\n"
     assert not list(here.glob("**/result.json"))
 
 
