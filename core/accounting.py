@@ -26,8 +26,9 @@ def memory_report(state: State, copied_bytes: int) -> MemoryReport:
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
     if not sharing and not state.num_swapped:
-        written = sum([view.num_computed_tokens for view in state.running])
-        to_write = sum([max(0, view._room - view.num_computed_tokens) for view in state.running])
+        written = sum(lengths := [view.num_computed_tokens for view in state.running])
+        rooms = [view._room for view in state.running]
+        to_write = sum([room - length for room, length in zip(rooms, lengths, strict=True) if room > length])
     for view in [*state.running, *(seq.view for seq in state.swapped())] if sharing or state.num_swapped else ():
         table = sequences[view.id].table
         computed, capacity = view.num_computed_tokens, len(table) * size

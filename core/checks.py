@@ -44,9 +44,10 @@ def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> No
     refs, size = state.pool.refs, state.limits.block_size
     for seq, start, end in runs:
         table = seq.table
-        if end - start == 1 and start < len(table) * size and not seq.host_blocks:
-            block = table[start // size]
-            if block != HOLE and refs[block] == 1:
+        index = start // size
+        if end - start == 1 and index < len(table) and not seq.host_blocks:
+            block = table[index]
+            if refs[block] == 1 and block != HOLE:
                 continue  # most runs: one token into a block of its own
         if len(table) * size < end:
             raise hooks.policy_error(

@@ -59,6 +59,7 @@ class Committer:
         if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
             seq.stream = self.tokenizer.stream()
             seq.stops = StopMatcher(seq.params.stop) if seq.params.stop else None
+        seq.wants_text = seq.stream is not None or bool(seq.params.stop_token_ids)
 
     def commit(self, step: Step, runs: list[Run], output: StepOutput, now: float) -> None:
         """Record what was computed and drawn at ``now``; end what is over."""
@@ -96,7 +97,7 @@ class Committer:
             put_num_computed(view, end)
             if end != len(seq.tokens):
                 continue
-            if seq.stream is not None or seq.to_fork or logprobs or errors:
+            if seq.wants_text or seq.to_fork or logprobs or errors:
                 family = self._draw(seq, tokens, index, output, now)
                 index += len(family)
                 rows += family
@@ -108,7 +109,7 @@ class Committer:
             seq.tokens.append(token)
             seq.times.append(now)
             put_num_tokens(view, end + 1)
-            if token in eos or len(seq.times) >= view.max_tokens or seq.params.stop_token_ids:
+            if token in eos or len(seq.times) >= view.max_tokens:
                 one = Drawn(seq, token)
                 self._judge(one)
                 rows.append(one)

@@ -57,6 +57,7 @@ class Sequence:
         "num_cached_tokens",  # of the prompt, at its first computation (usage)
         "stream",  # TextStream or None
         "stops",  # StopMatcher or None
+        "wants_text",  # bool: its tokens are looked at one by one, for text or for stop tokens
         "times",  # list[float], when each output token was delivered
         "first_seen_s",
         "first_scheduled_s",
@@ -76,6 +77,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.stream: Any = None
         self.stops: Any = None
+        self.wants_text = True
         self.times: list[float] = []
         self.first_seen_s = 0.0
         self.first_scheduled_s: float | None = None

@@ -33,12 +33,12 @@ class PagedAllocator:
         needs: list[Sequence[int]] = []
         owners: dict[int, int] = {}  # of blocks that are copied in this plan: the last writer writes in place
         size, whole = self._pool.block_size, not self._pool.num_extra_refs
-        for chunk in plan.chunks:
-            sequence = sequences[chunk.sequence]
-            if whole and chunk.num_tokens == 1 and sequence.num_computed_tokens % size and sequence.where == "device":
+        for id, num_tokens, _ in plan.chunks:
+            sequence = sequences[id]
+            if num_tokens == 1 and whole and sequence.num_computed_tokens % size and sequence.where == "device":
                 needs.append(())  # most decodes: the last block is part full, and nobody shares it
             else:
-                needs.append(self._need(sequence, chunk.num_tokens, owners))
+                needs.append(self._need(sequence, num_tokens, owners))
         if not any(needs):
             return [NO_CHANGE] * len(needs)
         free, wanted = self._pool.num_free, 0
