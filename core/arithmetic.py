@@ -150,6 +150,11 @@ class Machine:
         return self.flop_per_s * self.prefill_efficiency
 
     @property
+    def prefill_rate(self) -> float:
+        """FLOP/s of matmuls of many rows."""
+        return self.linear_curve[-1][1] if self.linear_curve else self.rate
+
+    @property
     def ridge(self) -> float:
         """FLOP per byte at which peak compute and bandwidth take the same time."""
         return self.flop_per_s / self.bandwidth_bytes_per_s

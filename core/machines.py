@@ -92,6 +92,17 @@ def read_calibration(path: Path) -> Measured:
         raise ConfigError(f"{path} cannot be used ({error}); {again}") from error
 
 
+def calibrated(model: str, dtype: str, setup: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(link bytes/s, prefill FLOP/s) of this machine for the cost model; None where none were measured with this set-up."""
+    path = calibration_path(model, dtype)
+    if not path.exists():
+        return None
+    found = read_calibration(path)
+    if found.differences(setup):
+        return None
+    return found.machine.link_bytes_per_s, found.machine.prefill_rate
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class Local:
     """``machine=local``: this machine as ``python -m core.calibrate`` measured it, for one model and type."""

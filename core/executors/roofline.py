@@ -59,7 +59,9 @@ class RooflineExecutor:
     def __attrs_post_init__(self) -> None:
         check_dtype(self.dtype)
         if not hasattr(self.model, "shape"):
-            raise ConfigError(f"executor=roofline: {type(self.model).__name__} has no shape(), so it cannot be described")
+            raise ConfigError(
+                f"executor=roofline: {type(self.model).__name__} has no shape(), so it cannot be described"
+            )
         found = self.machine.read()  # a calibration that is missing shows before anything else is done
         self._measured = found if isinstance(found, Measured) else None
         self._machine = found.machine if isinstance(found, Measured) else found
@@ -87,7 +89,9 @@ class RooflineExecutor:
             kernels = ", ".join(dict.fromkeys(setup["kernels"].values()))
             lines.append(f"calibrated with kernel {kernels}; {setup['linears']}; {setup['threads']} threads")
             if setup["model"] != self._shape.name:
-                lines.append(f"note: calibrated with {setup['model']}, so {self._shape.name} is extrapolated from its rates")
+                lines.append(
+                    f"note: calibrated with {setup['model']}, so {self._shape.name} is extrapolated from its rates"
+                )
         return lines
 
     def fit_blocks(self, cache: CacheConfig, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -115,8 +119,7 @@ class RooflineExecutor:
     def measure_cost(self) -> tuple[float, float]:
         """Link and prefill rate of the machine, over all cards."""
         cards, machine = self._shape.cards, self._machine
-        curve = machine.linear_curve
-        return machine.link_bytes_per_s * cards, (curve[-1][1] if curve else machine.rate) * cards
+        return machine.link_bytes_per_s * cards, machine.prefill_rate * cards
 
     def warm_up(self) -> None:
         """Nothing is slow the first time."""

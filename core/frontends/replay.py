@@ -86,6 +86,8 @@ class ReplayFrontend:
             status, error = "failed", f"no request was served: {replay.first_error or 'the workload is empty'}"
         elif replay.first_error:
             log.warning("not all requests were served; the first: %s", replay.first_error)
+        if hasattr(engine.executor, "simulated"):
+            summary["simulated_s"] = engine.executor.simulated()  # virtual seconds by phase, warm-up included
         record = {"status": status, **({"error": error} if error else {}), **summary, "manifest": started.manifest}
         shown.table(record)
         return record
