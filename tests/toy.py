@@ -83,11 +83,12 @@ def make_engine(
     executor.allocate(limits)
     pool = BlockPool(num_blocks, block_size)
     cost = CostModel.of(model, link_bytes_per_s, prefill_flop_per_s)
-    hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed))
-    return Engine(
+    engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
         tokenizer=executor.tokenizer, checks=checks, seed=seed,
     )  # fmt: skip
+    hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed, swap=engine.state.swap))
+    return engine
 
 
 class Result:
