@@ -27,6 +27,9 @@ def provide_policies() -> list[Policy]:
             "allocator", "naive", "plugins.allocators.naive.NaiveAllocator", "one run a sequence, forks copy, no sharing"
         ),
         Policy(
+            "allocator", "prefix", "plugins.allocators.prefix.PrefixAllocator", "paged, shared across requests by content"
+        ),
+        Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
         Policy(
