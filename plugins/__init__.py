@@ -38,5 +38,16 @@ def provide_policies() -> list[Policy]:
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),
         Policy("workload", "synthetic", "core.workloads.synthetic.Synthetic", "made-up requests of given lengths"),
+        Policy("workload", "chat", "core.workloads.published.Published", "chat with published lengths"),
+        Policy("workload", "code", "core.workloads.published.Published", "code completion with published lengths"),
+        Policy("workload", "long_context", "core.workloads.published.Published", "long documents, published lengths"),
+        Policy("workload", "agent", "core.workloads.agent.Agent", "sessions of growing prompts and tool stalls"),
+        Policy("workload", "fanout", "core.workloads.fanout.FanOut", "several answers to every prompt"),
+        Policy("workload", "shared_prompt", "core.workloads.shared_prompt.SharedPrompt", "a common system prompt"),
+        Policy("workload", "azure", "core.workloads.azure.AzureTrace", "an Azure LLM inference trace (CSV)"),
+        Policy("workload", "mooncake", "core.workloads.mooncake.MooncakeTrace", "a Mooncake trace (JSON lines)"),
+        Policy("workload", "burstgpt", "core.workloads.burstgpt.BurstGptTrace", "a BurstGPT trace (CSV)"),
+        Policy("workload", "sharegpt", "core.workloads.sharegpt.ShareGpt", "ShareGPT conversations (JSON)"),
+        Policy("workload", "prompts", "core.workloads.prompts.Prompts", "prompts of your own (JSON lines)"),
         Policy("observers", "recorder", "core.observers.recorder.Recorder", "every decision as JSON lines"),
     ]
