@@ -140,6 +140,10 @@ class Machine:
     attention_flop_per_s: float | None = attrs.field(default=None, validator=optional(_rate))
     linear_curve: tuple[tuple[float, float], ...] = attrs.field(default=(), converter=_pairs, validator=_check_curve)
 
+    def read(self) -> Machine:
+        """Itself: what ``machine=`` options answer with, as ``core.machines.Local`` does after reading its file."""
+        return self
+
     @property
     def rate(self) -> float:
         """FLOP/s that matmuls reach."""

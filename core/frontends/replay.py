@@ -231,11 +231,11 @@ class _Replay:
             self._waiting = False
 
     def _note(self, report: StepReport) -> None:
-        for output in report.outputs:
-            if output.branch == 0 and output.request_id in self._sessions:
-                self._sessions[output.request_id][1].extend(output.token_ids)
-            if output.finish_reason is None:
-                continue
+        if self._sessions:  # else no row is made that only has a token
+            for output in report.outputs:
+                if output.branch == 0 and output.request_id in self._sessions:
+                    self._sessions[output.request_id][1].extend(output.token_ids)
+        for output in report.outputs.ended:
             if output.error:
                 self.first_error = self.first_error or f"{output.finish_reason}: {output.error}"
             left = self._open.get(output.request_id, 1) - 1
