@@ -56,7 +56,7 @@ def _long_context(case: Case) -> Iterator[Row]:
 
 
 def _agent(case: Case, name: str) -> Iterator[Row]:
-    inputs, shape = case.inputs, case.shape
+    inputs = case.inputs
     first, more, steps = inputs.agent_first_tokens, inputs.agent_tokens_per_step, inputs.agent_steps
     lengths = [first + more * k for k in range(steps)]
     sent, distinct = sum(lengths), lengths[-1]
@@ -108,6 +108,12 @@ def _agent(case: Case, name: str) -> Iterator[Row]:
     yield _agent_row(
         "sessions_gain", "  paged / naive", ratio(paged, naive), "x", "paged / naive", f"{paged} / {naive}"
     )
+    yield from _agent_prefill(case, lengths)
+
+
+def _agent_prefill(case: Case, lengths: list[int]) -> Iterator[Row]:
+    """Every step's prompt computed anew, and with a shared prefix only what is new: there the squares telescope."""
+    shape, sent, distinct = case.shape, sum(lengths), lengths[-1]
     rate = f"{figures(case.rate / 1e12)} TFLOP/s"
     squares = sum(length**2 for length in lengths)
     for key, what, tokens, square in (

@@ -116,6 +116,15 @@ def test_mooncake_tokens_are_pinned():
     assert first[:4] == (17798, 20859, 45688, 42107)
 
 
+def test_mooncake_tokens_depend_on_the_id_alone(tmp_path):
+    """Not on the place in the prompt, nor on what was read before."""
+    rows = [
+        {"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids} for ids in ([5, 7], [7])
+    ]
+    both, alone = read(MooncakeTrace, "\n".join(map(json.dumps, rows)), tmp_path)
+    assert both.prompt_token_ids[512:] == alone.prompt_token_ids
+
+
 def test_sharegpt_takes_the_first_turn_of_each(tmp_path):
     """Human text is the prompt, the answer's length the recorded output; what is no such pair is counted."""
     workload = ShareGpt(path=str(DATA / "sharegpt.json"))
