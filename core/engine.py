@@ -19,9 +19,9 @@ from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
 from core.metrics import Metrics, check_record
-from core.params import check_request
+from core.params import check_request, check_salt
 from core.relief import Relief
-from core.accounting import memory_report
+from core.accounting import external_waste, memory_report
 from core.scratch import Step
 from core.state import Sequence, State, Status
 from core.types import (
@@ -31,12 +31,17 @@ from core.types import (
     ModelInfo,
     Move,
     Output,
+    Outputs,
     Plan,
     Refusal,
     Request,
+    RequestError,
     SamplingParams,
+    StepOutput,
     StepReport,
 )
+
+_new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
 
 class Engine:
@@ -73,6 +78,7 @@ class Engine:
         self._num_steps = 0
         self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
         self._closed = False
+        self._reads_arrays = getattr(executor, "reads_arrays", True)
 
     def _next_id(self) -> int:
         return next(self._ids)
@@ -89,6 +95,7 @@ class Engine:
         """
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
+        check_salt(labels.get("cache_salt", ""))
         arrival = self.executor.now() if arrival_s is None else arrival_s
         request = Request(id=self._next_id(), prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
         self._commands.append(("add", request))
@@ -97,6 +104,15 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request at the next step. An unknown or finished id, or a second call, is harmless."""
         self._commands.append(("abort", request_id))
+
+    def reset_cache(self) -> None:
+        """Forget all cached prompt blocks at the next step: requests submitted after this call find none of what was there.
+
+        Sequences that run keep their blocks, which are no longer offered to others. ``RequestError`` when the allocator caches nothing.
+        """
+        if not self.hooks.has("reset_cache"):
+            raise RequestError(f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset")
+        self._commands.append(("reset_cache", None))
 
     def has_work(self) -> bool:
         return bool(self._commands or self.state.sequences)
@@ -135,13 +151,23 @@ class Engine:
         plan, leases = self._relief.reserve(step, plan)
         runs = self._apply(step, plan, leases)
         if runs:
-            batch, sampling = self._builder.pack(runs), sampling_batch(runs)
-            step.mark("pack")
-            output = self.executor.execute(batch, step.moves, sampling)
+            output = self._execute(step, runs)
             step.add_device_seconds(output.seconds)
             self._moves = step.late_moves
-            self._committer.commit(step, runs, sampling, output, self.executor.now())
+            self._committer.commit(step, runs, output, self.executor.now())
         return self._report(step, plan, runs)
+
+    def _execute(self, step: Step, runs: list[Run]) -> StepOutput:
+        """Stages 6 to 9. An executor without a device is spared the index arrays."""
+        if not self._reads_arrays:
+            step.mark("pack")
+            return self.executor.execute_runs(runs, step.moves)  # type: ignore[attr-defined]
+        batch, sampling = self._builder.pack(runs), sampling_batch(runs)
+        step.mark("pack")
+        output = self.executor.execute(batch, step.moves, sampling)
+        if len(output.token_ids) != len(sampling):
+            raise RuntimeError(f"the executor gave {len(output.token_ids)} tokens for {len(sampling)} samples")
+        return output
 
     def _drain(self) -> list[tuple[str, Any]]:
         commands = []
@@ -150,6 +176,8 @@ class Engine:
         return commands
 
     def _intake(self, step: Step, commands: list[tuple[str, Any]]) -> None:
+        if any(kind == "reset_cache" for kind, _ in commands):
+            self.hooks.reset_cache()
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
             refusals = self._admit(new)
@@ -225,15 +253,21 @@ class Engine:
 
     def _apply(self, step: Step, plan: Plan, leases: Seq[Lease]) -> list[Run]:
         """Core acts: tables change, sequences start to run, moves are queued; gives what each sequence computes."""
-        state, runs = self.state, []
-        for chunk, lease in zip(plan.chunks, leases, strict=True):
-            seq = state.sequences[chunk.sequence]
+        state, runs, num_tokens = self.state, [], 0
+        sequences, running = state.sequences, state.running_ids
+        for (id, n, _), lease in zip(plan.chunks, leases, strict=True):
+            seq = sequences[id]
             if lease is not NO_CHANGE:
                 self._change_table(step, seq, lease)
-            if seq.status is not Status.RUNNING:
+            if id not in running:
                 self._admit_to_batch(step, seq, lease)
             start = seq.view.num_computed_tokens
-            runs.append(Run(seq, start, start + min(chunk.num_tokens, len(seq.tokens) - start)))
+            end = start + n
+            if end > len(seq.tokens):
+                end = len(seq.tokens)
+            num_tokens += end - start
+            runs.append(_new_run(Run, (seq, start, end)))
+        step.num_tokens = num_tokens
         check_leases(runs, state, self.hooks, full=self.full_checks)
         step.mark("reserve")
         return runs
@@ -258,6 +292,7 @@ class Engine:
                 self.state.swap.give((host,))
             if seq.row >= 0:
                 builder.set_block(seq.row, index, block)
+        seq.measure_room(self.limits.block_size)
 
     def _admit_to_batch(self, step: Step, seq: Sequence, lease: Lease) -> None:
         view = seq.view
@@ -291,18 +326,19 @@ class Engine:
             started_s=step.started_s,
             ended_s=self.executor.now(),
             plan=plan,
-            outputs=tuple(step.outputs),
+            outputs=Outputs(step.outputs),
             preempted=tuple(step.preempted),
             finished=tuple(step.finished),
-            num_tokens=sum([run.end - run.start for run in runs]),
+            num_tokens=step.num_tokens,
             num_sampled=step.num_sampled,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             stage_seconds=step.seconds,
-            memory=step.memory or memory_report(state, 0),
+            memory=step.memory or memory_report(state, 0, external_waste(state, self.hooks)),
             wait_until=plan.wait_until,
             prefix_query_tokens=step.query_tokens,
             prefix_hit_tokens=step.hit_tokens,
+            num_forked=step.num_forked,
         )
         self.metrics.update(report)
         if step.preempted and self.hooks.has_observers("sequences_preempted"):

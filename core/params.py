@@ -13,6 +13,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 
 
 def _number(name: str, value: object, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
@@ -36,6 +37,14 @@ def _stops(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", "stop")
     for token in params.stop_token_ids:
         _integer("stop_token_ids", token, 0, vocab_size - 1, f"token ids from 0 to {vocab_size - 1}")
+
+
+def check_salt(salt: object) -> None:
+    """Check the name of a cache namespace: requests share cached blocks only with requests of the same ``cache_salt``."""
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(salt)}", "cache_salt")
 
 
 def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:

@@ -43,6 +43,7 @@ class SequenceView:
         "recorded_output_tokens",  # int | None
         "num_preemptions",  # int, so far
         "_pool",
+        "_room",  # int, tokens its blocks will hold when it ends, at most: for core's accounting
     )
 
     if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class SequenceView:
         recorded_output_tokens: int | None
         num_preemptions: int
         _pool: BlockPool
+        _room: int
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a policy may not write SequenceView.{name}: return a decision instead, core acts on it")

@@ -22,6 +22,7 @@ from core.cache import KVCache, KVShape, available_memory, fit_blocks_cpu, fit_b
 from core.executors import StartHooks
 from core.executors.calibration import Calibration, best_of, measure_link, one_sequence, recorded, sampling_of
 from core.kernel import LAYOUTS, AttentionCase, AttentionKernel, LayerInfo, Layout, Phase
+from core.machines import calibrated
 from core.model import LoadedModel, attention_modules, connect, packed_logits
 from core.sampler import Sampler
 from core.types import (
@@ -227,6 +228,8 @@ class TorchExecutor:
         Writes to the first blocks of the pool: for the start only, while nothing lives there.
         """
         info = self._need_model().info
+        if (measured := calibrated(info.name, info.dtype, self.describe())) is not None:
+            return measured
         key = {
             "model": [info.name, info.num_parameters, info.num_layers],
             "dtype": [info.dtype, str(self._shape.dtype if self._shape else "")],

@@ -6,6 +6,7 @@ tests by the models of OpenAI's own client.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -39,7 +40,14 @@ class Answer:
     object = ""
     chunk_object = ""
 
-    def __init__(self, model: str, num_prompt_tokens: int, num_choices: int, include_usage: bool = False):
+    def __init__(
+        self,
+        model: str,
+        num_prompt_tokens: int,
+        num_choices: int,
+        include_usage: bool = False,
+        best: tuple[int, int] | None = None,
+    ):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._base = {"id": self.id, "created": int(time.time()), "model": model}
         self._num_prompt_tokens = num_prompt_tokens
@@ -48,19 +56,24 @@ class Answer:
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._ends: list[Output | None] = [None] * num_choices
         self._include_usage = include_usage
+        self._best = best  # (n, best_of): of each best_of choices, give the n with the highest mean logprob
+        self._scores: list[list[float]] = [[] for _ in range(num_choices if best else 0)]
         self._pieces = [self._cut(index) for index in range(num_choices)]
 
     def add(self, choice: int, output: Output) -> None:
         """Keep an output for ``whole``."""
         self._count(output)
         self._texts[choice].append(output.text)
+        if self._best is not None:
+            self._scores[choice] += [each.logprob for each in output.logprobs]
         if output.finish_reason is not None:
             self._ends[choice] = output
 
     def whole(self) -> bytes:
         """The answer as one JSON body."""
         choices = []
-        for index, (texts, end) in enumerate(zip(self._texts, self._ends, strict=True)):
+        for index, choice in enumerate(self._given()):
+            texts, end = self._texts[choice], self._ends[choice]
             reason, stop = (end.finish_reason, end.stop_reason) if end is not None else (None, None)
             choices.append(
                 {
@@ -72,6 +85,18 @@ class Answer:
                 }
             )
         return orjson.dumps({**self._base, "object": self.object, "choices": choices, "usage": self._usage()})
+
+    def _given(self) -> Sequence[int]:
+        """The choices that the client gets, in its order: all, or with ``best_of`` each prompt's best first (equal ones by branch)."""
+        if self._best is None:
+            return range(len(self._texts))
+        n, best_of = self._best
+        prompts = range(0, len(self._texts), best_of)
+        return [choice for first in prompts for choice in sorted(range(first, first + best_of), key=self._rank)[:n]]
+
+    def _rank(self, choice: int) -> float:
+        scores = self._scores[choice]
+        return -sum(scores) / len(scores) if scores else math.inf
 
     def opening(self) -> bytes:
         """The events before the first text."""

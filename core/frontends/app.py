@@ -68,6 +68,7 @@ class Api:
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
         ]
@@ -100,6 +101,19 @@ class Api:
         reason = self._loop.reason or SHUTTING_DOWN
         raise ApiError(503, reason, code="shutting_down" if self._loop.failure is None else "engine_stopped")
 
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """``POST /reset_prefix_cache``: no request sent after the answer is served from prompts cached before.
+
+        Allowed at any time: running requests keep the blocks they hold. 400 when the allocator caches nothing.
+        """
+        try:
+            self._loop.reset_cache()
+        except RequestError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineUnavailable as error:
+            raise ApiError(503, str(error)) from error
+        return _json({"status": "ok"})
+
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics`` for Prometheus."""
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -116,13 +130,17 @@ class Api:
         body = await self._body(http)
         try:
             request, prompts = await _near_or_far(len(body), self._understand, body, read)
-            stream = self._loop.submit(prompts, request.params())
+            stream = self._loop.submit(prompts, request.params(), cache_salt=request.cache_salt)
         except RequestError as error:
             names = {"prompt": "messages"} if shape is ChatAnswer else {}
             raise ApiError(400, str(error), param=names.get(error.param or "", error.param)) from error
         except EngineUnavailable as error:
             raise ApiError(503, str(error)) from error
-        answer = shape(self._model_name, sum(map(len, prompts)), len(prompts), request.include_usage)
+        n, branches = request.n, request.num_branches
+        best = (n, branches) if branches > n else None
+        answer = shape(
+            self._model_name, sum(map(len, prompts)), len(prompts) * branches, request.include_usage, best=best
+        )
         try:
             if not request.stream:
                 with stream:

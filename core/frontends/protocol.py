@@ -3,7 +3,7 @@
 * Types are not guessed: ``"0.7"`` and ``true`` are no temperatures, ``NaN`` is no JSON. ``null`` is the same as absent.
 * What OpenAI's API (or vLLM's) knows and this server does not serve yet is refused, unless its value is that API's default.
 * Fields that cannot change an answer (``user``, ``metadata`` ...) are accepted and ignored; unknown ones are refused by name.
-* Beyond OpenAI's fields: ``top_k``, ``stop_token_ids`` and ``ignore_eos``.
+* Beyond OpenAI's fields: ``top_k``, ``stop_token_ids``, ``ignore_eos`` and ``cache_salt`` (prompts share cached KV only within one).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
+from core.params import MAX_N, MAX_SALT_CHARS
 from core.types import SamplingParams
 
 MAX_PROMPTS = 128  # prompts in one completion request
@@ -25,14 +26,12 @@ IGNORED = frozenset(
 )
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {  # parameter -> the values that mean "not used"; null always does
-    "n": (1,),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
     "min_tokens": (0,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "include_stop_str_in_output": (False,),
@@ -44,7 +43,6 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # parameter -> the values that mean "n
     "allowed_token_ids": (),
     "bad_words": ([],),
     "priority": (0,),
-    "cache_salt": (),
     "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
@@ -56,6 +54,7 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {  # parameter -> the values that mean "n
 }
 _NOT_YET_COMPLETION = _NOT_YET | {"logprobs": (), "suffix": ("",), "response_format": ({"type": "text"},)}
 _NOT_YET_CHAT = _NOT_YET | {
+    "best_of": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
@@ -222,6 +221,8 @@ class _Request(_Model):
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1)
+    n: int = Field(1, ge=1, le=MAX_N)
+    cache_salt: str = Field("", min_length=1, max_length=MAX_SALT_CHARS)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
     stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS)
@@ -240,9 +241,16 @@ class _Request(_Model):
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def num_branches(self) -> int:
+        """Branches that each prompt is answered with; the best ``n`` of them are given."""
+        return self.n
+
     def params(self) -> SamplingParams:
         """For the engine."""
         return SamplingParams(
+            n=self.num_branches,
+            logprobs=0 if self.num_branches > self.n else None,  # what best_of ranks by
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -262,6 +270,22 @@ class CompletionRequest(_Request):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
     max_tokens: int | None = Field(16, ge=1)
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ApiError(400, f"best_of must be at least n={self.n}, got {self.best_of}", param="best_of")
+        if self.stream and self.num_branches > self.n:
+            raise ApiError(
+                400, f"best_of={self.best_of} cannot be streamed: which n={self.n} are best is known at the end", param="best_of"
+            )
+        return self
+
+    @property
+    def num_branches(self) -> int:
+        """``best_of``, or ``n`` without it."""
+        return self.best_of or self.n
 
 
 class ChatRequest(_Request):

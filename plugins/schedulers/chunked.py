@@ -8,7 +8,7 @@ from __future__ import annotations
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Chunk, Plan, SequenceView, View
+from core.types import Chunk, Plan, SequenceView, View, one_token
 
 
 @attrs.define(eq=False)
@@ -31,12 +31,14 @@ class ChunkedScheduler:
         missing = [s.num_tokens - s.num_computed_tokens for s in running]
         for_decodes = min(missing.count(1), view.max_num_batched_tokens)
         for_prefills = view.max_num_batched_tokens - for_decodes
+        if for_decodes == len(running) and not view.waiting:
+            return Plan(tuple([one_token(sequence.id) for sequence in running]))
         chunks = []
         for sequence, n in zip(running, missing, strict=True):
             if n == 1:
                 if for_decodes:
                     for_decodes -= 1
-                    chunks.append(Chunk(sequence.id, 1, True))
+                    chunks.append(one_token(sequence.id))
             elif for_prefills:
                 n = min(n, for_prefills, limit)
                 for_prefills -= n

@@ -73,6 +73,8 @@ def test_null_is_absent(read: Any) -> None:
         ("stop", ""), ("stop", [""]), ("stop", 5), ("stop", [5]), ("stop", ["a", "b", "c", "d", "e"]), ("stop", {}),
         ("stop_token_ids", 5), ("stop_token_ids", ["5"]), ("stop_token_ids", [1.0]), ("stop_token_ids", [True]),
         ("stop_token_ids", [1] * 129),
+        ("n", 0), ("n", -1), ("n", 129), ("n", 100000), ("n", True), ("n", 1.5), ("n", "2"),
+        ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", True), ("cache_salt", "x" * 257),
         ("ignore_eos", 1), ("ignore_eos", "true"), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("model", 5), ("model", None), ("model", ["m"]),
     ],
@@ -89,7 +91,7 @@ def test_wrong_values_are_refused_by_name(read: Any, name: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("name", "unused", "used"),
     [
-        ("n", 1, 2), ("n", 1, 0), ("n", 1, -1), ("n", 1, 100000), ("n", 1, True), ("best_of", 1, 3), ("echo", False, True),
+        ("echo", False, True),
         ("presence_penalty", 0, 0.5), ("presence_penalty", 0.0, False), ("frequency_penalty", 0, -1),
         ("repetition_penalty", 1.0, 1.1), ("logit_bias", {}, {"5": 1}), ("min_p", 0, 0.1),
         ("store", False, True), ("response_format", {"type": "text"}, {"type": "json_object"}),

@@ -1,0 +1,149 @@
+"""Real steps of ``executor=torch``, timed: what ``python -m core.calibrate`` fits a machine to.
+
+Batches are made as the engine makes them (core/batch.py), of sequences that exist for this only; what their KV holds does
+not matter for time. Everything is measured round by round, so that a slow minute of the machine hits every point alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.arithmetic import Work
+from core.batch import BatchBuilder, Run, sampling_batch
+from core.blocks import BlockPool
+from core.engine import Engine
+from core.executors.calibration import best_of
+from core.fit import Point
+from core.model import connect
+from core.state import Sequence as EngineSequence
+from core.types import Limits, Request, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
+READ_BYTES = 256 * 2**20  # more than any cache keeps
+Said = Callable[[str], None]
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of reading memory: the sum of a large tensor, the fastest of five."""
+    data = torch.ones(READ_BYTES // 4, device=device)
+    return READ_BYTES / best_of(5, data.sum, device)
+
+
+def matmul_rate(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of plain matrix products of the model's own shapes (in, out), ``rows`` tokens: the ceiling for its linear layers."""
+    pairs = [
+        (torch.ones(rows, i, dtype=dtype, device=device), torch.ones(i, o, dtype=dtype, device=device))
+        for i, o in shapes
+    ]
+    flop = sum(2 * rows * i * o for i, o in shapes)
+    return flop / best_of(5, lambda: [a @ b for a, b in pairs], device)
+
+
+class Stepper:
+    """Runs single steps of any composition on a started engine's executor."""
+
+    def __init__(self, engine: Engine):
+        self.executor: Any = engine.executor
+        self.limits, self.vocab = engine.limits, engine.model.vocab_size
+        self._rng = np.random.default_rng(0)
+
+    def step(self, parts: Sequence[tuple[int, int]]) -> tuple[Work, Callable[[], Any]]:
+        """A step in which one sequence each computes its tokens start .. end, and a call that runs it. The blocks are scattered."""
+        size = self.limits.block_size
+        builder = BatchBuilder(self._roomy(parts))
+        free = self._rng.permutation(self.limits.num_blocks).tolist()
+        pool, work, runs = BlockPool(0, size), Work(), []
+        for row, (start, end) in enumerate(parts):
+            tokens = tuple(self._rng.integers(0, self.vocab, end).tolist())
+            request = Request(id=row, prompt_token_ids=tokens, params=GREEDY, arrival_s=0.0)
+            seq = EngineSequence(request, GREEDY, seed=0, pool=pool, id=row)
+            seq.row = row
+            seq.table = [free.pop() for _ in range(-(-end // size))]
+            builder.set_row(row, seq.table)
+            runs.append(Run(seq, start, end))
+            work.add(start, end, sampled=True)
+        batch, sampling = builder.pack(runs), sampling_batch(runs)
+        return work, lambda: self.executor.execute(batch, (), sampling)
+
+    def _roomy(self, parts: Sequence[tuple[int, int]]) -> Limits:
+        size = self.limits.block_size
+        longest = max(end for _, end in parts)
+        return Limits(
+            block_size=size,
+            num_blocks=self.limits.num_blocks,
+            num_swap_blocks=0,
+            max_model_len=-(-longest // size) * size,
+            max_num_seqs=len(parts),
+            max_num_batched_tokens=sum(end - start for start, end in parts),
+        )
+
+    def time(self, steps: Sequence[Sequence[tuple[int, int]]], rounds: int, said: Said) -> list[Point]:
+        """Median seconds of each kind of step, after one run that is not counted."""
+        made = [self.step(parts) for parts in steps]
+        seconds: list[list[float]] = [[] for _ in made]
+        for number in range(rounds + 1):
+            for (_, run), kept in zip(made, seconds, strict=True):
+                started = time.perf_counter()
+                run()  # ends with the sampled tokens on the host, so the device is done
+                if number:
+                    kept.append(time.perf_counter() - started)
+            said(f"{number} of {rounds} rounds of {len(made)} kinds of step" if number else "warmed up")
+        return [Point(work, statistics.median(kept)) for (work, _), kept in zip(made, seconds, strict=True)]
+
+    @contextmanager
+    def without_attention(self) -> Iterator[None]:
+        """Attention answers with its queries, at once: what is left of a step is its linear layers and what goes with them."""
+        model, router = self.executor._need_model().model, self.executor._router
+        connect(model, _NoAttention())
+        try:
+            yield
+        finally:
+            connect(model, router)
+
+
+class _NoAttention:
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return q
+
+
+class _Timed:
+    """An executor, and the seconds its ``execute`` took."""
+
+    def __init__(self, executor: Any):
+        self._executor, self.seconds = executor, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def execute(self, *args: Any) -> Any:
+        started = time.perf_counter()
+        output = self._executor.execute(*args)
+        self.seconds += time.perf_counter() - started
+        return output
+
+
+def host_seconds(engine: Engine, num_running: int, num_steps: int) -> float:
+    """Median seconds of an engine's decode step outside the executor, with so many sequences running."""
+    executor = engine.executor
+    timed = _Timed(executor)
+    engine.executor = timed  # type: ignore[assignment]
+    try:
+        params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True, detokenize=False)
+        for _ in range(num_running):
+            engine.submit(range(2, 6), params)
+        found = []
+        while engine.has_work():
+            timed.seconds, started = 0.0, time.perf_counter()
+            report = engine.step()
+            if report.num_sampled == num_running and not report.finished:
+                found.append(time.perf_counter() - started - timed.seconds)
+        return statistics.median(found)
+    finally:
+        engine.executor = executor
