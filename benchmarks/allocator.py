@@ -2,11 +2,10 @@
 
     python -m benchmarks.allocator [--steps 400] [--repeat 5]
 
-No engine: sequences of up to 48 tokens decode in blocks of 16, and each step 2 to 10 of them end and are replaced, so that a step has about 22
-new blocks and 6 prompts and releases. ``reserve`` + ``commit`` + ``release`` are timed together; shown is the least of the repetitions' medians (other
-work on the machine only adds). Blocks that are not needed are held by nobody, so a larger pool shows what its size alone costs;
-prompts are random, so that prefix has no hits. The last line is machine readable: the worst figure over sizes for each
-allocator, the ratio of the largest pool to the smallest, and what prefix costs over paged.
+No engine: sequences of up to 48 tokens decode in blocks of 16, and each step 2 to 10 of them end and are replaced, so that a step
+has about 22 new blocks and 6 prompts and releases. ``reserve`` + ``commit`` + ``release`` are timed together; shown is the least of the
+repetitions' medians (other work on the machine only adds). Prompts are random, so that prefix has no hits. The last line is machine
+readable: each allocator's worst figure over the sizes, the ratio of the largest pool to the smallest, what prefix costs over paged.
 """
 
 from __future__ import annotations
@@ -57,7 +56,9 @@ class Bench:
         self.pool = BlockPool(num_blocks, BLOCK)
         cost = CostModel.of(MODEL, 1e9, 1e12)
         self.state = State(self.limits, self.pool, cost)
-        allocator.setup(EngineInfo(limits=self.limits, model=MODEL, pool=self.pool, cost=cost, seed=0, swap=self.state.swap))
+        allocator.setup(
+            EngineInfo(limits=self.limits, model=MODEL, pool=self.pool, cost=cost, seed=0, swap=self.state.swap)
+        )
         self.ids = itertools.count()
         self.rng = random.Random(0)
         self.commits = hasattr(allocator, "commit")
@@ -128,7 +129,9 @@ def main() -> None:
     over = max(prefix - paged for prefix, paged in zip(took["prefix"], took["paged"], strict=True))
     worst = " ".join(f"{name}_us={max(values):.1f}" for name, values in took.items())
     flat = " ".join(f"{name}_flat={values[-1] / values[0]:.2f}" for name, values in took.items())
-    print(f"allocator: running={RUNNING} {worst} {flat} prefix_over_paged_us={over:.1f} allowed_us={30 + 0.5 * RUNNING:.0f}")
+    print(
+        f"allocator: running={RUNNING} {worst} {flat} prefix_over_paged_us={over:.1f} allowed_us={30 + 0.5 * RUNNING:.0f}"
+    )
 
 
 if __name__ == "__main__":

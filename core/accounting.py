@@ -34,7 +34,9 @@ def external_waste(state: State, hooks: Any) -> int:
     if runs is None:
         return 0
     if len(runs) != len(head) or not all(isinstance(n, int) and n >= 0 for n in runs):
-        raise hooks.policy_error("reservations", f"gave {runs!r} for {len(head)} sequences: a number of blocks for each")
+        raise hooks.policy_error(
+            "reservations", f"gave {runs!r} for {len(head)} sequences: a number of blocks for each"
+        )
     return pool.free_in_runs_below(min(runs)) * pool.block_size
 
 

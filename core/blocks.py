@@ -40,7 +40,9 @@ class BlockPool:
         self.refs: list[int] = [0] * num_blocks
         self.num_extra_refs = 0  # sum of max(0, refs - 1): blocks that sharing saves
         self.num_cached = 0  # free blocks whose content can be found
-        self.on_reuse: Callable[[int, Any], None] | None = None  # told (block, owner) when kept content is lost to ``take``
+        self.on_reuse: Callable[[int, Any], None] | None = (
+            None  # told (block, owner) when kept content is lost to ``take``
+        )
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: dict[int, Any] = {}  # block -> owner
         self.kept: Mapping[int, Any] = MappingProxyType(self._kept)
@@ -197,7 +199,9 @@ class BlockPool:
     def check(self) -> None:
         """Raise ``AssertionError`` with the numbers when the pool contradicts itself. O(num_blocks)."""
         for block, count in enumerate(self.refs):
-            assert (count == 0) == (block in self._free), f"block {block} has {count} references, free: {block in self._free}"
+            assert (count == 0) == (block in self._free), (
+                f"block {block} has {count} references, free: {block in self._free}"
+            )
         extra = sum(c - 1 for c in self.refs if c > 1)
         assert extra == self.num_extra_refs, f"{extra} shared references, counter says {self.num_extra_refs}"
         assert all(0 <= b < self.num_blocks for b in self._free), "the free queue names a block outside the pool"

@@ -45,9 +45,12 @@ class ByRank:
 ALLOCATORS = {
     "paged": lambda draw: PagedAllocator(),
     "naive": lambda draw: NaiveAllocator(
-        reserve=draw(st.sampled_from(["limit", "declared", "pow2", "oracle"])), fit=draw(st.sampled_from(["first", "best"]))
+        reserve=draw(st.sampled_from(["limit", "declared", "pow2", "oracle"])),
+        fit=draw(st.sampled_from(["first", "best"])),
     ),
-    "prefix": lambda draw: PrefixAllocator(evict=draw(st.sampled_from(["lru", "lfu", "cost"])), host=draw(st.booleans())),
+    "prefix": lambda draw: PrefixAllocator(
+        evict=draw(st.sampled_from(["lru", "lfu", "cost"])), host=draw(st.booleans())
+    ),
 }
 
 
@@ -55,7 +58,9 @@ ALLOCATORS = {
 def works(draw: st.DrawFn, max_prompt: int = 24, max_output: int = 16, may_abort: bool = True) -> Work:
     # one of two beginnings, so that prompts of one workload have prefixes in common; then anything
     shared = list(range(draw(st.sampled_from([0, 0, 100])), 200))[: draw(st.integers(0, max_prompt))]
-    rest = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=max(1, max_prompt - len(shared))))
+    rest = draw(
+        st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=max(1, max_prompt - len(shared)))
+    )
     prompt = (shared + rest)[:max_prompt]
     n = draw(st.sampled_from([1, 1, 1, 2, 3]))
     temperature = draw(st.sampled_from([0.0, 0.0, 0.9])) if n == 1 else 0.9

@@ -95,7 +95,7 @@ def make_engine(
 
 
 def check_cache(engine: Engine) -> None:
-    """Each block that the prefix allocator could find holds what its key stands for, at the right positions, and no other is kept."""
+    """Each block that the prefix allocator could find holds what its key says, in place, and no other is kept."""
     allocator = engine.hooks.chosen[0].plugin
     if not isinstance(allocator, PrefixAllocator):
         return

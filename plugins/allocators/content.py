@@ -81,7 +81,9 @@ class ContentIndex:
         self.entries: dict[bytes, Entry] = {}
         self.chains: dict[int, Chain] = {}  # sequence id -> chain
         self._secret = secrets.token_bytes(32)
-        self._epoch = 0  # raised when an entry dies before those that continue it: only then can a chain break in its middle
+        self._epoch = (
+            0  # raised when an entry dies before those that continue it: only then can a chain break in its middle
+        )
 
     def hash(self, parent: bytes, tokens: bytes) -> bytes:
         """16 bytes that say what a block holds and everything before it."""
@@ -113,7 +115,9 @@ class ContentIndex:
             return True
         if parent is None or not same(parent, tip):
             return False
-        entry.parent = tip  # the parent had died and was offered again, or it is another sequence's root of the same salt
+        entry.parent = (
+            tip  # the parent had died and was offered again, or it is another sequence's root of the same salt
+        )
         resident = entry.block != HOLE
         parent.children -= 1
         parent.resident -= resident

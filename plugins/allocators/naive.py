@@ -100,7 +100,9 @@ class NaiveAllocator:
 
     def _refusal(self, view: SequenceView) -> Refusal | None:
         if self.reserve_for == "oracle" and view.recorded_output_tokens is None:
-            return Refusal("allocator=naive reserve=oracle serves only requests that carry recorded_output_tokens (a replay)")
+            return Refusal(
+                "allocator=naive reserve=oracle serves only requests that carry recorded_output_tokens (a replay)"
+            )
         slot = self._slot(view)
         if slot <= self._pool.num_blocks:
             return None

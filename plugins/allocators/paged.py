@@ -24,7 +24,9 @@ class PagedAllocator:
     """
 
     _pool: BlockPool = attrs.field(init=False, default=None)
-    _room: dict[int, int] = attrs.field(init=False, factory=dict)  # tokens a sequence may have computed without a new block
+    _room: dict[int, int] = attrs.field(
+        init=False, factory=dict
+    )  # tokens a sequence may have computed without a new block
 
     @hookimpl
     def setup(self, engine_info: EngineInfo) -> None:

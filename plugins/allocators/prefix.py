@@ -27,6 +27,11 @@ from plugins.allocators.evict import ORDERS, Evictor
 NEVER = 1 << 62  # tokens that no sequence reaches
 
 
+def _known_order(instance: object, attribute: attrs.Attribute, value: object) -> None:
+    if value not in ORDERS:
+        raise ValueError(f"'{attribute.name}' must be one of {', '.join(ORDERS)}, got {value!r}")
+
+
 @attrs.define(eq=False)
 class PrefixAllocator:
     """``evict``: which cached block goes first. ``host``: an evicted block goes to free swap space where copying it out and in again is
@@ -35,16 +40,20 @@ class PrefixAllocator:
     Hits are looked up when a sequence starts, also after a preemption by recompute. Requests share only within a ``cache_salt``.
     """
 
-    evict: str = attrs.field(default="lru", validator=attrs.validators.in_(ORDERS))
+    evict: str = attrs.field(default="lru", validator=_known_order)
     host: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     _pool: BlockPool = attrs.field(init=False, default=None)
     _swap: BlockPool | None = attrs.field(init=False, default=None)  # with ``host``
     _cost: CostModel = attrs.field(init=False, default=None)
     _index: ContentIndex = attrs.field(init=False, default=None)
     _evictor: Evictor = attrs.field(init=False, default=None)
-    _room: dict[int, int] = attrs.field(init=False, factory=dict)  # tokens a sequence may have computed without a new block
+    _room: dict[int, int] = attrs.field(
+        init=False, factory=dict
+    )  # tokens a sequence may have computed without a new block
     _due: dict[int, int] = attrs.field(init=False, factory=dict)  # computed tokens at which its next block is full
-    _moves: list[Move] = attrs.field(init=False, factory=list)  # of the reserve under way, in the order of its decisions
+    _moves: list[Move] = attrs.field(
+        init=False, factory=list
+    )  # of the reserve under way, in the order of its decisions
 
     @hookimpl
     def setup(self, engine_info: EngineInfo) -> None:

@@ -43,13 +43,24 @@ def test_n_choices_in_order_also_more_than_run_at_once(server: Server, n: int) -
 
 def test_two_prompts_with_two_choices_each_are_numbered_by_prompt(server: Server) -> None:
     both = post(server, "/v1/completions", SAMPLED, prompt=["first", "second"], n=2).json()["choices"]
-    alone = [c for p in ("first", "second") for c in post(server, "/v1/completions", SAMPLED, prompt=p, n=2).json()["choices"]]
+    alone = [
+        c
+        for p in ("first", "second")
+        for c in post(server, "/v1/completions", SAMPLED, prompt=p, n=2).json()["choices"]
+    ]
     assert [c["index"] for c in both] == [0, 1, 2, 3]
     assert [c["text"] for c in both] == [c["text"] for c in alone]
 
 
 def test_chat_streams_a_role_and_an_end_for_every_choice(server: Server) -> None:
-    body = {"model": "toy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "n": 3, "stream": True, "seed": 1}
+    body = {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 3,
+        "n": 3,
+        "stream": True,
+        "seed": 1,
+    }
     events = [c for e in post(server, "/v1/chat/completions", body).events() for c in e["choices"]]
     for index in range(3):
         mine = [c for c in events if c["index"] == index]
@@ -84,7 +95,10 @@ def test_best_of_ranks_by_mean_logprob_within_each_prompt() -> None:
     for choice, logprobs in scores.items():
         for i, logprob in enumerate(logprobs):
             end = "length" if i == len(logprobs) - 1 else None
-            answer.add(choice, Output(choice // 3, choice, choice % 3, (1,), str(choice), end, logprobs=(TokenLogprobs(1, logprob),)))
+            answer.add(
+                choice,
+                Output(choice // 3, choice, choice % 3, (1,), str(choice), end, logprobs=(TokenLogprobs(1, logprob),)),
+            )
     texts = [choice["text"][0] for choice in json.loads(answer.whole())["choices"]]
     assert texts == ["1", "2", "3", "5"]
     assert json.loads(ChatAnswer("m", 1, 1).whole())["choices"][0]["index"] == 0
