@@ -151,7 +151,7 @@ class Watch:
         """A copy of the plugin with a pool of its own; None where the plugin holds what cannot be copied (then only the pool is compared)."""
         pool = copy.deepcopy(self.pool)
         try:
-            return copy.deepcopy(self.plugin, self._memo(sequences, pool)), pool
+            return clone(self.plugin, self._memo(sequences, pool)), pool
         except (TypeError, AttributeError, NotImplementedError, RecursionError):
             return None
 
@@ -166,7 +166,11 @@ class Watch:
             return
         probes = [plan.chunks[: shortfall.num_fitting], plan.chunks[:1], plan.chunks[-1:]]
         for chunks in filter(None, dict.fromkeys(probes)):
-            twins = self._twin(sequences), copy.deepcopy(twin, self._memo(sequences))
+            pool = copy.deepcopy(twin[1])
+            another = clone(twin[0], self._memo(sequences) | {id(twin[1]): pool}), pool
+            twins = self._twin(sequences), another
+            if twins[0] is None:
+                return
             asked, fresh = (self._ask(each, chunks, sequences) for each in twins)
             pools = [(pool.refs, list(pool._free)) for _, pool in twins]
             assert asked == fresh and pools[0] == pools[1], (
@@ -176,3 +180,14 @@ class Watch:
             assert chunks != probes[0] or not isinstance(asked, Shortfall), (
                 f"reserve said that the first {shortfall.num_fitting} chunks of {plan.chunks} fit, and answers them with {asked}"
             )
+
+
+def clone(plugin: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a policy object, field by field: copy.deepcopy would lose what a subclass adds to an attrs class with slots."""
+    new = object.__new__(type(plugin))
+    memo[id(plugin)] = new
+    slots = [name for cls in type(plugin).__mro__ for name in getattr(cls, "__slots__", ())]
+    for name in {*slots, *getattr(plugin, "__dict__", {})} - {"__weakref__", "__dict__"}:
+        if hasattr(plugin, name):
+            object.__setattr__(new, name, copy.deepcopy(getattr(plugin, name), memo))
+    return new
