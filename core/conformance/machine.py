@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -20,10 +21,10 @@ LONGEST = 48
 """Tokens of the longest request that ``works`` draws: the pool must hold one of them."""
 
 
-def run_machine(subject: Subject, may_refuse: Callable[[Work, Sizes], bool], steps: int = 30, share: float = 1.0, **partners: Any) -> dict[str, int]:
+def run_machine(subject: Subject, may_refuse: Callable[[Work, Sizes], bool], steps: int = 30, share: float = 1.0, whole_prefill: bool = False, **partners: Any) -> dict[str, int]:
     """Run the machine ``subject.examples`` times; gives how often each thing happened. ``partners`` replace the puppets."""
     seen: dict[str, int] = {}
-    state = {"subject": subject, "may_refuse": staticmethod(may_refuse), "partners": partners, "seen": seen}
+    state = {"subject": subject, "may_refuse": staticmethod(may_refuse), "partners": partners, "seen": seen, "whole_prefill": whole_prefill}
     machine = type("Machine", (EngineMachine,), state)
     run_state_machine_as_test(machine, settings=subject.settings(share, stateful_step_count=steps))
     return seen
@@ -36,6 +37,7 @@ class EngineMachine(RuleBasedStateMachine):
     may_refuse: Callable[[Work, Sizes], bool]
     partners: dict[str, Any]
     seen: dict[str, int]
+    whole_prefill: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +46,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(sizes=sizes_for(LONGEST, 6))
     def start(self, sizes: Sizes) -> None:
+        if self.whole_prefill:
+            sizes = attrs.evolve(sizes, max_num_batched_tokens=LONGEST)
         self.sizes, self.random = sizes, random.Random(0)
         self.puppets = {"scheduler": AnyPlan(self.random), "preemption": AnyVictims(self.random), **self.partners}
         self.puppets.pop(self.subject.kind, None)

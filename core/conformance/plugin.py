@@ -60,6 +60,7 @@ def _subject(config: pytest.Config, kind: str, name: str) -> Subject:
         trust=trust,
         examples=config.getoption("--examples"),
         shrink=config.getoption("--shrink"),
+        facts={"device": config.getoption("--device")},
     )
 
 

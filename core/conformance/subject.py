@@ -172,6 +172,9 @@ def subject_of(option: str, overrides: Sequence[str] = (), **fields: Any) -> Sub
     kind, _, name = option.partition("=")
     require(kind, name, fields.get("config_dir"))
     subject = Subject(kind, name, tuple(overrides), **fields)
+    if "candidates" in subject.config(kind)[kind]:
+        listed = ", ".join(map(str, subject.config(kind)[kind].candidates))
+        raise ConfigError(f"--{kind} {name}: it is a list of others; name one of {listed}")
     subject.build()
     return subject
 
