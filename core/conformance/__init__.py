@@ -24,7 +24,12 @@ from typing import Any
 KINDS = ("allocator", "scheduler", "preemption", "kernel")
 """What the kit can prove."""
 
-CASES = {"AllocatorCases": "allocator", "SchedulerCases": "scheduler", "PreemptionCases": "preemption", "KernelCases": "kernel"}
+CASES = {
+    "AllocatorCases": "allocator",
+    "SchedulerCases": "scheduler",
+    "PreemptionCases": "preemption",
+    "KernelCases": "kernel",
+}
 
 __all__ = ["KINDS", *CASES]  # noqa: PLE0604
 

@@ -6,12 +6,17 @@ Exit codes: 0 the option conforms, 1 it does not, 2 bad input (nothing named, an
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from core.fetch import cache_dir
+
 HERE = Path(__file__).resolve().parent
 NEEDS = ("pytest", "hypothesis")
+TAKE_A_VALUE = ("--known", "--override", "-k", "-m", "-o", "-p", "-W")
+"""Options whose value may hold a ``=`` and is no override."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +29,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import pytest
 
     sys.path.insert(0, "")  # a module in the current folder, also when started by another name
-    words = []
+    os.environ.setdefault(
+        "HYPOTHESIS_STORAGE_DIRECTORY", str(cache_dir() / "hypothesis")
+    )  # nothing is left in the current folder
+    words: list[str] = []
     for word in arguments:
-        is_override = "=" in word and not word.startswith("-")
+        is_override = "=" in word and not word.startswith("-") and not (words and words[-1] in TAKE_A_VALUE)
         words += ["--override", word] if is_override else [word]
-    own = ["-c", str(HERE / "pytest.ini"), "--rootdir", str(HERE), "-p", "core.conformance.plugin", "-p", "no:cacheprovider"]
+    own = [
+        "-c",
+        str(HERE / "pytest.ini"),
+        "--rootdir",
+        str(HERE),
+        "-p",
+        "core.conformance.plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
     quiet = ["--quire-lines", "-q", "--tb=no", "-r", "N", "-p", "no:randomly"]
     code = pytest.main([*own, *quiet, str(HERE), *words])
     return {0: 0, 1: 1}.get(int(code), 2)

@@ -57,7 +57,9 @@ class AllocatorCases(PolicyCases):
     def test_block_sizes(self, subject: Subject, block_size: int) -> None:
         """Any block size from 1 to 256 works, not only powers of two, with prompts that end on, before and behind a block's edge."""
         edges = [max(1, block_size + d) for d in (-1, 0, 1)] + [2 * block_size + d for d in (0, 1)]
-        works = [Work(tuple(t % 300 for t in range(i, i + n)), 1 + 3 * i, seed=i, arrives=i) for i, n in enumerate(edges)]
+        works = [
+            Work(tuple(t % 300 for t in range(i, i + n)), 1 + 3 * i, seed=i, arrives=i) for i, n in enumerate(edges)
+        ]
         longest = max(work.num_tokens for work in works)
         sizes = Sizes(
             block_size=block_size, num_blocks=max(2, 2 * -(-longest // block_size)), max_model_len=longest,
@@ -78,7 +80,13 @@ class AllocatorCases(PolicyCases):
         """What one load leaves behind (counters, an index, cached blocks) does not disturb the next one."""
         works = fixed_works()
         longest = max(work.num_tokens for work in works)
-        sizes = Sizes(block_size=4, num_blocks=-(-longest // 4) + 6, max_num_batched_tokens=12, max_num_seqs=6, max_model_len=longest)
+        sizes = Sizes(
+            block_size=4,
+            num_blocks=-(-longest // 4) + 6,
+            max_num_batched_tokens=12,
+            max_num_seqs=6,
+            max_model_len=longest,
+        )
         engine = subject.engine(sizes, preemption="swap")
         Watch(engine).install()
         for _ in range(3):
@@ -99,7 +107,13 @@ class AllocatorCases(PolicyCases):
         engine.assert_idle()
         served.check_tokens()
         offers = engine.hooks.has("fork")
-        how = "shares blocks" if watch.seen["shared"] else "copies" if offers else "has no fork hook: branches queue and compute the prompt again"
+        how = (
+            "shares blocks"
+            if watch.seen["shared"]
+            else "copies"
+            if offers
+            else "has no fork hook: branches queue and compute the prompt again"
+        )
         subject.note(f"{how}; 4 branches of a 14-token prompt held {fullest} blocks of 4 at most")
 
     def test_prefixes_are_shared_within_a_salt_only(self, subject: Subject) -> None:
@@ -127,7 +141,11 @@ class AllocatorCases(PolicyCases):
         """reserve, commit and release together stay under 2,000 µs a step at 200 running sequences, in a small and in a large pool."""
         hooks = ("cached_tokens", "reserve", "commit", "release")
         sizes = Sizes(
-            block_size=16, num_blocks=num_blocks, max_num_seqs=NUM_SEQUENCES, max_num_batched_tokens=4096, max_model_len=160
+            block_size=16,
+            num_blocks=num_blocks,
+            max_num_seqs=NUM_SEQUENCES,
+            max_num_batched_tokens=4096,
+            max_model_len=160,
         )
         engine = subject.engine(sizes, checks="cheap")
         clock = Clock(engine, hooks)
@@ -139,6 +157,9 @@ class AllocatorCases(PolicyCases):
             engine.step()
             clock.next_step()
         took = clock.microseconds(hooks)
-        subject.note(f"{took:,.0f} µs a step with up to 200 sequences and {num_blocks:,} blocks (limit {LIMIT_US:,.0f} µs)")
-        assert took <= LIMIT_US, f"{'+'.join(hooks)} take {took:,.0f} µs a step with 200 sequences, the limit is {LIMIT_US:,.0f} µs"
-
+        subject.note(
+            f"{took:,.0f} µs a step with up to 200 sequences and {num_blocks:,} blocks (limit {LIMIT_US:,.0f} µs)"
+        )
+        assert took <= LIMIT_US, (
+            f"{'+'.join(hooks)} take {took:,.0f} µs a step with 200 sequences, the limit is {LIMIT_US:,.0f} µs"
+        )

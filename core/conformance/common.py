@@ -60,14 +60,18 @@ def needs_whole_prefill(subject: Subject) -> bool:
         subject.facts["whole prefill"] = reason
         if reason:
             roomy = subject.refuses(Sizes())
-            assert roomy is None, f"{subject.option} does not start with a step as large as max_model_len either: {roomy}"
+            assert roomy is None, (
+                f"{subject.option} does not start with a step as large as max_model_len either: {roomy}"
+            )
     return subject.facts["whole prefill"] is not None
 
 
 def trace_of(subject: Subject, works: list[Any] | None = None) -> list[Any]:
     """Everything observable of one run of the fixed requests in a tight pool."""
     works = works or fixed_works()
-    engine = subject.engine(tight_sizes(subject, works), **({} if subject.kind == "preemption" else {"preemption": "swap"}))
+    engine = subject.engine(
+        tight_sizes(subject, works), **({} if subject.kind == "preemption" else {"preemption": "swap"})
+    )
     return serve(engine, works).trace()
 
 
@@ -108,7 +112,9 @@ class Cases:
                 )
             subject = cls._subject  # type: ignore[attr-defined]
         else:
-            raise pytest.UsageError(f"{type(self).__name__}: set option = '{self.kind}=NAME', or give --{self.kind} NAME")
+            raise pytest.UsageError(
+                f"{type(self).__name__}: set option = '{self.kind}=NAME', or give --{self.kind} NAME"
+            )
         subject.note = lambda line: request.node.user_properties.append(("note", line))
         return subject
 
@@ -123,7 +129,9 @@ class Cases:
         found, cls = subject.find(), type(subject.build())
         if found is not None:
             assert found.summary.strip(), f"Policy({subject.kind!r}, {subject.name!r}, ...) has no summary line"
-            assert len(found.summary) <= 100, f"the summary of {subject.option} has {len(found.summary)} characters, 100 fit"
+            assert len(found.summary) <= 100, (
+                f"the summary of {subject.option} has {len(found.summary)} characters, 100 fit"
+            )
         else:
             subject.note("not packaged: only a YAML in --config-dir names it")
         # attrs and dataclasses write none of their own; object's is not one
@@ -135,9 +143,13 @@ class PolicyCases(Cases):
 
     def test_it_starts_without_torch(self, subject: Subject) -> None:
         """Policies run on a simulated machine too: neither the plugin module nor the class may import torch, triton or transformers."""
-        ended = run_python(NO_TORCH, subject.words("cache.num_blocks=64"))
+        ended = run_python(
+            NO_TORCH, subject.words("cache.num_blocks=64", "max_model_len=256", "max_num_batched_tokens=256")
+        )
         last = (ended.stderr.strip().splitlines() or ["no output"])[-1]
-        assert ended.returncode == 0, f"a toy engine with {subject.option} does not serve when torch cannot be imported: {last}"
+        assert ended.returncode == 0, (
+            f"a toy engine with {subject.option} does not serve when torch cannot be imported: {last}"
+        )
 
     def test_equal_runs_are_equal(self, subject: Subject) -> None:
         """A run, another one, and the first again give the first's results twice: no state outside the object, no clock, no chance."""
@@ -152,7 +164,9 @@ class PolicyCases(Cases):
         argument = {name: getattr(subject, name) for name in fields}
         ended = [run_python(TRACE, argument, PYTHONHASHSEED=seed) for seed in ("1", "2")]
         for one in ended:
-            assert one.returncode == 0, f"the run in a fresh process failed: {(one.stderr.strip().splitlines() or ['?'])[-1]}"
+            assert one.returncode == 0, (
+                f"the run in a fresh process failed: {(one.stderr.strip().splitlines() or ['?'])[-1]}"
+            )
         assert ended[0].stdout == ended[1].stdout, "PYTHONHASHSEED=1 and =2 serve the same requests differently"
 
 

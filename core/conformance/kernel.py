@@ -63,7 +63,9 @@ class KernelCases(Cases):
         assert isinstance(answer, AttentionKernel), f"select_kernel gave {answer!r} for {asked}: a kernel or a Refusal"
         return answer
 
-    def _run(self, subject: Subject, lengths: list[tuple[int, int]], **options: Any) -> tuple[Case, torch.Tensor] | None:
+    def _run(
+        self, subject: Subject, lengths: list[tuple[int, int]], **options: Any
+    ) -> tuple[Case, torch.Tensor] | None:
         """Run and compare one case; None when the kernel refuses it, and the reason is in the report."""
         case = Case(lengths, **{**SHAPE, "device": self._device(subject), **options})
         kernel = self._select(subject, case, lengths)
@@ -106,14 +108,20 @@ class KernelCases(Cases):
         reasons, served = [], []
         for phase, lengths in LENGTHS.items():
             for dtype in TOLERANCE["cpu"]:
-                answer = self._select(subject, Case(lengths, **SHAPE, dtype=dtype, device=self._device(subject)), lengths)
+                answer = self._select(
+                    subject, Case(lengths, **SHAPE, dtype=dtype, device=self._device(subject)), lengths
+                )
                 if isinstance(answer, Refusal):
                     reasons.append(f"{phase} {_name(dtype)}: {answer.reason}")
                     continue
                 served.append(f"{phase} {_name(dtype)}")
                 assert answer.name and isinstance(answer.graph_safe, bool), f"{answer!r}: name or graph_safe is missing"
-                assert answer.layouts and set(answer.layouts) <= set(LAYOUTS), f"layouts {answer.layouts}: allowed are {', '.join(LAYOUTS)}"
-        assert served, f"the kernel refuses everything on {self._device(subject)}, so nothing was proved: {'; '.join(reasons)}"
+                assert answer.layouts and set(answer.layouts) <= set(LAYOUTS), (
+                    f"layouts {answer.layouts}: allowed are {', '.join(LAYOUTS)}"
+                )
+        assert served, (
+            f"the kernel refuses everything on {self._device(subject)}, so nothing was proved: {'; '.join(reasons)}"
+        )
         subject.note(f"on {self._device(subject)}: {', '.join(served)}")
 
     @pytest.mark.parametrize("phase", list(LENGTHS))
@@ -121,7 +129,10 @@ class KernelCases(Cases):
     def test_equals_the_reference(self, subject: Subject, phase: str, dtype: torch.dtype) -> None:
         """Equal to a float32 reference, with permuted block tables, and NaN or huge numbers in every slot that may not be read."""
         huge = 6e4 if dtype == torch.float16 else 1e30
-        self._some([self._run(subject, LENGTHS[phase], dtype=dtype, filler=filler) for filler in (math.nan, huge, 0.0)], subject)
+        self._some(
+            [self._run(subject, LENGTHS[phase], dtype=dtype, filler=filler) for filler in (math.nan, huge, 0.0)],
+            subject,
+        )
 
     @pytest.mark.parametrize("block_size", [1, 3, 16, 24])
     def test_lengths_around_a_block_edge(self, subject: Subject, block_size: int) -> None:
@@ -138,7 +149,9 @@ class KernelCases(Cases):
         """Any head size it takes, those that are no power of two included."""
         self._some([self._run(subject, LENGTHS["mixed"], head_dim=head_dim, num_heads=3, num_kv_heads=1)], subject)
 
-    @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (6, 1), (7, 1), (28, 4), (20, 1), (3, 3), (4, 2)])
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (6, 1), (7, 1), (28, 4), (20, 1), (3, 3), (4, 2)]
+    )
     def test_head_groups(self, subject: Subject, num_heads: int, num_kv_heads: int) -> None:
         """Each query head reads the key head of its group."""
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 16, "block_size": 3}
@@ -149,7 +162,9 @@ class KernelCases(Cases):
     def test_windows_and_soft_caps(self, subject: Subject, window: int | None, soft_cap: float | None) -> None:
         """A sliding window and a cap on the scores are computed, or refused with a reason: never ignored."""
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 3}
-        served = [self._run(subject, lengths, window=window, soft_cap=soft_cap, **shape) for lengths in LENGTHS.values()]
+        served = [
+            self._run(subject, lengths, window=window, soft_cap=soft_cap, **shape) for lengths in LENGTHS.values()
+        ]
         self._some(served, subject)
 
     @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16], ids=_name)
@@ -163,14 +178,24 @@ class KernelCases(Cases):
         ended = [self._run(subject, LENGTHS[phase], filler=filler) for filler in (0.0, math.nan, 1e30, -math.inf)]
         outs = [one[1] for one in ended if one is not None]
         self._some(list(outs), subject)
-        assert all(torch.equal(outs[0], out) for out in outs[1:]), "the output depends on slots that hold no key of the sequence"
+        assert all(torch.equal(outs[0], out) for out in outs[1:]), (
+            "the output depends on slots that hold no key of the sequence"
+        )
 
     @pytest.mark.parametrize("layout", list(LAYOUTS))
     @pytest.mark.parametrize("phase", list(LENGTHS))
     def test_writes_its_slots_and_nothing_else(self, subject: Subject, phase: str, layout: str) -> None:
         """K and V land in the slots of the batch; padding rows (slot -1) write nothing; every other number in the pool keeps its bits, those
         of other layers included; the output of real rows is no NaN."""
-        options = {"block_size": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "layout": layout, "padding": 3, "filler": 123.0}
+        options = {
+            "block_size": 3,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "layout": layout,
+            "padding": 3,
+            "filler": 123.0,
+        }
         ended = self._run(subject, LENGTHS[phase], **options)
         self._some([ended], subject)
         assert ended is not None
@@ -180,12 +205,16 @@ class KernelCases(Cases):
         slots = torch.from_numpy(case.batch.slot_mapping[:real].astype(np.int64)).to(case.device)
         block, offset = slots // case.block_size, slots % case.block_size
         for name, cache, given in (("K", case.k_cache[1], case.k), ("V", case.v_cache[1], case.v)):
-            assert torch.equal(cache[block, offset], given[:real]), f"{name} of the new tokens is not in the slots of the batch"
+            assert torch.equal(cache[block, offset], given[:real]), (
+                f"{name} of the new tokens is not in the slots of the batch"
+            )
         blocks = before if layout == "block_major" else before.permute(2, 0, 1, 3, 4, 5)
         case.k_cache[1][block, offset] = blocks[:, 1, 0][block, offset]
         case.v_cache[1][block, offset] = blocks[:, 1, 1][block, offset]
         changed = int((case.pool != before).sum())
-        assert not changed, f"{changed} numbers of the pool changed that belong to no slot of the batch (or to another layer)"
+        assert not changed, (
+            f"{changed} numbers of the pool changed that belong to no slot of the batch (or to another layer)"
+        )
         assert not out[:real].isnan().any(), "NaN in the output of a real row"
 
     def test_inputs_in_any_memory_order(self, subject: Subject) -> None:
@@ -201,7 +230,10 @@ class KernelCases(Cases):
     def test_one_batch_after_another(self, subject: Subject) -> None:
         """A batch, a larger one, and the first again give the first's output twice, also when another engine's kernel runs between."""
         case, other = (Case(LENGTHS[p], **SHAPE, device=self._device(subject)) for p in ("decode", "mixed"))
-        kernel, stranger = self._select(subject, case, LENGTHS["decode"]), self._select(subject, other, LENGTHS["mixed"])
+        kernel, stranger = (
+            self._select(subject, case, LENGTHS["decode"]),
+            self._select(subject, other, LENGTHS["mixed"]),
+        )
         self._some([None if isinstance(one, Refusal) else one for one in (kernel, stranger)][:1], subject)
         if isinstance(stranger, Refusal):
             pytest.skip(f"no mixed steps: {stranger.reason}")
@@ -218,7 +250,13 @@ class KernelCases(Cases):
             "soft_cap": None, "block_size": 16, "device": self._device(subject),
         }  # fmt: skip
         refused = []
-        for change in ({"kv_dtype": "float8_e4m3fn"}, {"dtype": "int8"}, {"head_dim": 7}, {"block_size": 256}, {"group_size": 71}):
+        for change in (
+            {"kv_dtype": "float8_e4m3fn"},
+            {"dtype": "int8"},
+            {"head_dim": 7},
+            {"block_size": 256},
+            {"group_size": 71},
+        ):
             answer = subject.build().select_kernel(AttentionCase(**{**usual, **change}))
             assert answer is not None, f"select_kernel gave None for {change}: a kernel or a Refusal with the reason"
             if isinstance(answer, Refusal):

@@ -21,10 +21,23 @@ LONGEST = 48
 """Tokens of the longest request that ``works`` draws: the pool must hold one of them."""
 
 
-def run_machine(subject: Subject, may_refuse: Callable[[Work, Sizes], bool], steps: int = 30, share: float = 1.0, whole_prefill: bool = False, **partners: Any) -> dict[str, int]:
+def run_machine(
+    subject: Subject,
+    may_refuse: Callable[[Work, Sizes], bool],
+    steps: int = 30,
+    share: float = 1.0,
+    whole_prefill: bool = False,
+    **partners: Any,
+) -> dict[str, int]:
     """Run the machine ``subject.examples`` times; gives how often each thing happened. ``partners`` replace the puppets."""
     seen: dict[str, int] = {}
-    state = {"subject": subject, "may_refuse": staticmethod(may_refuse), "partners": partners, "seen": seen, "whole_prefill": whole_prefill}
+    state = {
+        "subject": subject,
+        "may_refuse": staticmethod(may_refuse),
+        "partners": partners,
+        "seen": seen,
+        "whole_prefill": whole_prefill,
+    }
     machine = type("Machine", (EngineMachine,), state)
     run_state_machine_as_test(machine, settings=subject.settings(share, stateful_step_count=steps))
     return seen
@@ -96,7 +109,9 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
         else:
             self.broken = True
-            raise AssertionError(f"the work has not ended after {STEP_CAP} steps: {self.engine.stats()} (no termination)")
+            raise AssertionError(
+                f"the work has not ended after {STEP_CAP} steps: {self.engine.stats()} (no termination)"
+            )
         self._wild(True)
         self.broken = True  # until the checks below have passed
         self.engine.assert_idle()

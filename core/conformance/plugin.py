@@ -25,13 +25,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("quire", "what the conformance kit proves")
     for kind in KINDS:
         group.addoption(f"--{kind}", metavar="NAME", help=f"prove {kind}=NAME")
-    group.addoption("--config-dir", metavar="DIR", help="a folder of YAML files (allocator/mine.yaml), for what is not packaged yet")
-    group.addoption("--trust", metavar="MODULE", action="append", default=[], help="a module of your own whose classes may be built")
-    group.addoption("--override", metavar="FIELD=VALUE", action="append", default=[], help="an override, e.g. allocator.fit=best")
+    group.addoption(
+        "--config-dir", metavar="DIR", help="a folder of YAML files (allocator/mine.yaml), for what is not packaged yet"
+    )
+    group.addoption(
+        "--trust", metavar="MODULE", action="append", default=[], help="a module of your own whose classes may be built"
+    )
+    group.addoption(
+        "--override", metavar="FIELD=VALUE", action="append", default=[], help="an override, e.g. allocator.fit=best"
+    )
     group.addoption("--examples", type=int, default=100, metavar="N", help="examples of each property (default 100)")
     group.addoption("--shrink", action="store_true", help="look for the smallest failing example; may take minutes")
-    group.addoption("--known", metavar="CASE=REASON", action="append", default=[], help="a case that is expected to fail, and why")
-    group.addoption("--device", metavar="DEVICE", default=None, help="cpu or cuda, for kernels (default: cuda where there is one)")
+    group.addoption(
+        "--known", metavar="CASE=REASON", action="append", default=[], help="a case that is expected to fail, and why"
+    )
+    group.addoption(
+        "--device", metavar="DEVICE", default=None, help="cpu or cuda, for kernels (default: cuda where there is one)"
+    )
     group.addoption(OWN_LINES, action="store_true", help="report one line a case instead of pytest's dots")
 
 
@@ -166,4 +176,3 @@ def what_was_seen(report: Any) -> list[str]:
     if len(lines) > 12:
         shown.append(f"      ... {len(lines) - 12} more lines with --tb=long")
     return shown
-

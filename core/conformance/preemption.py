@@ -34,7 +34,9 @@ class Enough:
     def _choose(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
         before = list(self.engine.pool.refs), list(self.engine.pool._free)
         evictions = self._call(view=view, plan=plan, shortfall=shortfall)
-        assert before == (list(self.engine.pool.refs), list(self.engine.pool._free)), "choose_victims changed the pool: it may only read"
+        assert before == (list(self.engine.pool.refs), list(self.engine.pool._free)), (
+            "choose_victims changed the pool: it may only read"
+        )
         self.seen["asked"] += 1
         if evictions is None:
             self.seen["none"] += 1
@@ -48,7 +50,9 @@ class Enough:
     def _check(self, view: View, plan: Plan, shortfall: Shortfall, named: set[int]) -> None:
         planned = {chunk.sequence: i for i, chunk in enumerate(plan.chunks)}
         first = max(1, shortfall.num_fitting)
-        useful = [s for s in view.running if planned.get(s.id, first) >= first and (s.private_blocks or s.id in planned)]
+        useful = [
+            s for s in view.running if planned.get(s.id, first) >= first and (s.private_blocks or s.id in planned)
+        ]
         if all(s.id in named for s in useful):
             return
         held: dict[int, int] = {}
@@ -104,7 +108,9 @@ class PreemptionCases(PolicyCases):
     def test_one_sequence_that_fits_alone_always_ends(self, subject: Subject, num_swap_blocks: int) -> None:
         """Progress: in a pool that holds exactly one of them, four requests end one after the other, with and without swap space."""
         works = [Work(tuple(range(i, i + 9)), 23, seed=i) for i in range(4)]
-        sizes = Sizes(block_size=4, num_blocks=8, max_model_len=32, max_num_batched_tokens=16, num_swap_blocks=num_swap_blocks)
+        sizes = Sizes(
+            block_size=4, num_blocks=8, max_model_len=32, max_num_batched_tokens=16, num_swap_blocks=num_swap_blocks
+        )
         served = serve(subject.engine(sizes), works, step_cap=1500)
         served.check_tokens()
         subject.note(f"{len(served.reports)} steps")
@@ -113,7 +119,13 @@ class PreemptionCases(PolicyCases):
         """Termination: a load that is a little too large for the pool does not make sequences push each other out for ever."""
         works = [attrs.evolve(work, arrives=0) for work in fixed_works(24)]
         longest = max(work.num_tokens for work in works)
-        sizes = Sizes(block_size=4, num_blocks=-(-longest // 4) + 4, max_num_batched_tokens=16, max_num_seqs=6, max_model_len=longest)
+        sizes = Sizes(
+            block_size=4,
+            num_blocks=-(-longest // 4) + 4,
+            max_num_batched_tokens=16,
+            max_num_seqs=6,
+            max_model_len=longest,
+        )
         served = serve(subject.engine(sizes), works, step_cap=3000)
         served.check_tokens()
         needed = sum(work.num_tokens * work.n for work in works)
@@ -123,7 +135,9 @@ class PreemptionCases(PolicyCases):
 
     def test_time_per_call(self, subject: Subject) -> None:
         """choose_victims takes at most 20,000 µs with 256 running sequences."""
-        sizes = Sizes(block_size=4, num_blocks=3 * RUNNING, max_num_seqs=RUNNING, max_num_batched_tokens=2048, max_model_len=64)
+        sizes = Sizes(
+            block_size=4, num_blocks=3 * RUNNING, max_num_seqs=RUNNING, max_num_batched_tokens=2048, max_model_len=64
+        )
         engine = subject.engine(sizes, checks="cheap")
         for i in range(RUNNING):
             Work((i % 300, 1, 2, 3), 20, seed=i).submit(engine)

@@ -37,7 +37,9 @@ class AnyPlan:
 
     def _chunks(self, view: View, picked: Sequence[SequenceView], running: set[int]) -> list[Chunk]:
         budget, chunks, rng = view.max_num_batched_tokens, [], self.random
-        must = next((s.id for s in picked if s.id in running), None)  # one that may preempt has to be planned while any runs
+        must = next(
+            (s.id for s in picked if s.id in running), None
+        )  # one that may preempt has to be planned while any runs
         for sequence in picked:
             keep = int(must is not None and sequence.id != must and all(c.sequence != must for c in chunks))
             most = min(budget - keep, sequence.num_missing_tokens)
@@ -45,7 +47,9 @@ class AnyPlan:
                 continue
             tokens = most if rng is None or rng.random() < 0.5 else rng.randint(1, most)
             budget -= tokens
-            chunks.append(Chunk(sequence.id, tokens, sequence.id in running or (rng is not None and rng.random() < 0.2)))
+            chunks.append(
+                Chunk(sequence.id, tokens, sequence.id in running or (rng is not None and rng.random() < 0.2))
+            )
         return chunks
 
 
@@ -59,7 +63,9 @@ class AnyVictims:
     def choose_victims(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
         planned = {chunk.sequence: i for i, chunk in enumerate(plan.chunks)}
         first = max(1, shortfall.num_fitting)
-        allowed = [s for s in view.running if planned.get(s.id, first) >= first and (s.private_blocks or s.id in planned)]
+        allowed = [
+            s for s in view.running if planned.get(s.id, first) >= first and (s.private_blocks or s.id in planned)
+        ]
         rng = self.random
         if rng is None:
             return tuple(Eviction(s.id, "recompute") for s in allowed[-1:]) or None

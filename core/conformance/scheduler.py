@@ -34,13 +34,18 @@ class PurePlan:
 
     def _facts(self) -> Any:
         state = self.engine.state
-        views = [(v.id, v.num_tokens, v.num_computed_tokens, v.where, list(v.block_table)) for v in [*state.running, *state.waiting]]
+        views = [
+            (v.id, v.num_tokens, v.num_computed_tokens, v.where, list(v.block_table))
+            for v in [*state.running, *state.waiting]
+        ]
         return list(state.pool.refs), list(state.pool._free), views
 
     def _plan(self, view: Any) -> Any:
         before = self._facts()
         plan = self._call(view=view)
-        assert self._facts() == before, "plan_step changed the pool or a sequence: it may only read and answer with a Plan"
+        assert self._facts() == before, (
+            "plan_step changed the pool or a sequence: it may only read and answer with a Plan"
+        )
         return plan
 
 
@@ -58,7 +63,9 @@ class SchedulerCases(PolicyCases):
             PurePlan(engine)
             serve(engine, works).check_tokens()
 
-        subject.holds(holds, contest=contests(small_budget=not whole), preemption=st.sampled_from(["recompute", "swap"]))
+        subject.holds(
+            holds, contest=contests(small_budget=not whole), preemption=st.sampled_from(["recompute", "swap"])
+        )
         subject.note("needs a step as large as the longest prompt" if whole else "takes any max_num_batched_tokens")
 
     def test_any_company(self, subject: Subject) -> None:
@@ -124,7 +131,12 @@ class SchedulerCases(PolicyCases):
     def test_time_per_call(self, subject: Subject) -> None:
         """A plan takes at most 20,000 µs with 256 running and 1,000 waiting sequences."""
         sizes = Sizes(
-            block_size=16, num_blocks=4096, max_num_seqs=RUNNING, max_num_batched_tokens=2048, max_model_len=64, num_swap_blocks=8
+            block_size=16,
+            num_blocks=4096,
+            max_num_seqs=RUNNING,
+            max_num_batched_tokens=2048,
+            max_model_len=64,
+            num_swap_blocks=8,
         )
         engine = subject.engine(sizes, checks="cheap")
         for i in range(RUNNING + WAITING):
@@ -138,5 +150,7 @@ class SchedulerCases(PolicyCases):
             engine.step()
             clock.next_step()
         took = clock.microseconds(("plan_step",))
-        subject.note(f"{took:,.0f} µs with {max(running)} running and {engine.stats()['waiting']} waiting (limit {LIMIT_US:,.0f} µs)")
+        subject.note(
+            f"{took:,.0f} µs with {max(running)} running and {engine.stats()['waiting']} waiting (limit {LIMIT_US:,.0f} µs)"
+        )
         assert took <= LIMIT_US, f"plan_step takes {took:,.0f} µs, the limit is {LIMIT_US:,.0f} µs"

@@ -102,7 +102,9 @@ class Subject:
             plugin = self.build(kind, partner, sizes) if partner is None or isinstance(partner, str) else partner
             name = self.name if kind == self.kind else partner if isinstance(partner, str) else PARTNERS[kind]
             dist, version = discover().provider(type(plugin).__module__)
-            chosen.append(Chosen(kind, name, plugin, dist, version, f"{type(plugin).__module__}.{type(plugin).__qualname__}"))
+            chosen.append(
+                Chosen(kind, name, plugin, dist, version, f"{type(plugin).__module__}.{type(plugin).__qualname__}")
+            )
         executor = WatchedToy(vocab_size=sizes.vocab_size, step_seconds=1.0)
         model = executor.load()
         limits = Limits(**{field.name: getattr(sizes, field.name) for field in attrs.fields(Limits)})

@@ -63,7 +63,12 @@ class Work:
 
     def submit(self, engine: Engine, arrival_s: float | None = None) -> int:
         params = SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n, detokenize=False, ignore_eos=True
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            n=self.n,
+            detokenize=False,
+            ignore_eos=True,
         )
         return engine.submit(
             self.prompt, params, arrival_s=arrival_s, cache_salt=self.salt,
@@ -120,7 +125,14 @@ def _oracle(prompt: tuple[int, ...], max_tokens: int, temperature: float, seed: 
     length = len(prompt) + max_tokens
     toy = ToyExecutor(vocab_size=VOCAB, step_seconds=1.0)
     toy.allocate(
-        Limits(block_size=length, num_blocks=1, num_swap_blocks=0, max_model_len=length, max_num_seqs=1, max_num_batched_tokens=length)
+        Limits(
+            block_size=length,
+            num_blocks=1,
+            num_swap_blocks=0,
+            max_model_len=length,
+            max_num_seqs=1,
+            max_num_batched_tokens=length,
+        )
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     tokens = list(prompt)

@@ -38,7 +38,11 @@ class Watch:
 
     def _unchanged(self, hook: str, before: tuple[list[int], list[int]], when: str) -> None:
         refs, free = self._state()
-        changed = [f"block {b}: {old} -> {new} owners" for b, (old, new) in enumerate(zip(before[0], refs, strict=True)) if old != new]
+        changed = [
+            f"block {b}: {old} -> {new} owners"
+            for b, (old, new) in enumerate(zip(before[0], refs, strict=True))
+            if old != new
+        ]
         assert not changed, f"{hook} changed the pool {when}: {'; '.join(changed)}"
         assert free == before[1], f"{hook} changed the order of the free blocks {when}: {before[1]} became {free}"
 
@@ -49,7 +53,9 @@ class Watch:
             for b, (old, new) in enumerate(zip(before, self.pool.refs, strict=True))
             if new != old + delta.get(b, 0)
         ]
-        assert not wrong, f"{hook} counts owners wrongly (leak, double free, or two owners counted once): {'; '.join(wrong)}"
+        assert not wrong, (
+            f"{hook} counts owners wrongly (leak, double free, or two owners counted once): {'; '.join(wrong)}"
+        )
 
     # ------------------------------------------------------------------------------------------- the hooks
 

@@ -77,7 +77,9 @@ class WritesShared(PagedAllocator):
     def _need(self, view: Any, num_tokens: int, owners: Any) -> Any:
         table = view.block_table
         end = min(view.num_computed_tokens + num_tokens, view.num_tokens)
-        return [i for i, block in enumerate(table) if block < 0] + list(range(len(table), -(-end // self._pool.block_size)))
+        return [i for i, block in enumerate(table) if block < 0] + list(
+            range(len(table), -(-end // self._pool.block_size))
+        )
 
 
 class KeepsHoles(PagedAllocator):
@@ -116,7 +118,11 @@ class RemembersShortfall(PagedAllocator):
         if isinstance(answer, Shortfall):
             self._stack.append(answer)
             return answer
-        return answer if len(self._stack) % 2 == 0 else [attrs.evolve(lease, blocks=tuple(reversed(lease.blocks))) for lease in answer]
+        return (
+            answer
+            if len(self._stack) % 2 == 0
+            else [attrs.evolve(lease, blocks=tuple(reversed(lease.blocks))) for lease in answer]
+        )
 
 
 RemembersShortfall = attrs.define(eq=False)(RemembersShortfall)  # type: ignore[misc]
@@ -162,7 +168,9 @@ class PowersOfTwo(PagedAllocator):
         shift = self._pool.block_size.bit_length() - 1
         if self._pool.block_size == 1 << shift:
             return PagedAllocator._need(self, view, num_tokens, owners)
-        return [*PagedAllocator._need(self, view, num_tokens, owners)][: max(0, (end - 1 >> shift) - len(view.block_table))]
+        return [*PagedAllocator._need(self, view, num_tokens, owners)][
+            : max(0, (end - 1 >> shift) - len(view.block_table))
+        ]
 
 
 class RefusesEverything(PagedAllocator):
