@@ -15,7 +15,8 @@ def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[Sequenc
     """
     planned = {chunk.sequence: chunk for chunk in plan.chunks}
     running = {sequence.id: sequence for sequence in view.running}
-    unplanned = [s for s in reversed(view.running) if s.id not in planned]
+    # one that frees nothing by itself (all its blocks are shared) is left alone: core refuses evictions that change nothing
+    unplanned = [s for s in reversed(view.running) if s.id not in planned and s.private_blocks]
     first_to_go = max(1, shortfall.num_fitting)  # the most wanted chunk stays, or the step would compute nothing
     behind = [running[c.sequence] for c in reversed(plan.chunks[first_to_go:]) if c.sequence in running]
     victims: list[SequenceView] = []
