@@ -31,13 +31,15 @@ def memory_report(state: State, copied_bytes: int) -> MemoryReport:
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
-    for view in [*state.running, *(seq.view for seq in state.swapped())]:
-        table = sequences[view.id].table
+    tables = [(view, sequences[view.id].table) for view in state.running]
+    tables += [(seq.view, seq.table) for seq in (*state.swapped(), *state.sessions.values(), *state.parked.values())]
+    for view, table in tables:
         computed, capacity = view.num_computed_tokens, len(table) * size
         written += computed if view.where == "device" else _on_device(table, computed, size)
         if capacity <= computed:
             continue
-        growth = max(0, min(capacity, _final_tokens(view)) - computed) if view.where == "device" else 0
+        grows = view.where == "device" and view.idle_since_s is None
+        growth = max(0, min(capacity, _final_tokens(view)) - computed) if grows else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners

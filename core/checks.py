@@ -9,8 +9,8 @@ from core.state import State, Status
 from core.types import HOLE, Plan
 
 
-def check_plan(plan: object, state: State, hooks: Any) -> None:
-    """Budget, ownership, progress: raises the scheduler's ``PolicyError``."""
+def check_plan(plan: object, state: State, hooks: Any) -> bool:
+    """Budget, ownership, progress: raises the scheduler's ``PolicyError``. True when newcomers need rows that are taken."""
     if not isinstance(plan, Plan):
         raise hooks.policy_error("plan_step", f"gave {plan!r}: a Plan is needed in every step with work")
     sequences, limits = state.sequences, state.limits
@@ -18,25 +18,29 @@ def check_plan(plan: object, state: State, hooks: Any) -> None:
         if plan.wait_until is None:
             work = f"{len(state.running)} running and {len(state.waiting)} waiting sequences"
             raise hooks.policy_error("plan_step", f"gave an empty plan without wait_until although there are {work}")
-        return
-    total, newcomers = 0, 0
+        return False
+    total, newcomers, plain = 0, 0, 0
     for chunk in plan.chunks:
         seq = sequences.get(chunk.sequence)
         if seq is None or chunk.num_tokens < 1:
             raise hooks.policy_error("plan_step", f"planned {chunk}: unknown sequence, or less than one token")
         total += chunk.num_tokens
-        newcomers += seq.status is not Status.RUNNING
+        if seq.status is not Status.RUNNING:
+            newcomers += 1
+            plain += not chunk.may_preempt
     if total > limits.max_num_batched_tokens:
         raise hooks.policy_error(
             "plan_step", f"planned {total} tokens, max_num_batched_tokens is {limits.max_num_batched_tokens}"
         )
     if len({chunk.sequence for chunk in plan.chunks}) != len(plan.chunks):
         raise hooks.policy_error("plan_step", f"planned a sequence twice: {plan.chunks}")
-    if len(state.running) + newcomers > limits.max_num_seqs:
+    # a newcomer that may preempt may take the row of a running sequence
+    if len(state.running) + plain > limits.max_num_seqs or newcomers > limits.max_num_seqs:
         raise hooks.policy_error(
             "plan_step",
             f"planned {newcomers} newcomers beside {len(state.running)} running sequences, max_num_seqs is {limits.max_num_seqs}",
         )
+    return len(state.running) + newcomers > limits.max_num_seqs
 
 
 def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> None:

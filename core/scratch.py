@@ -23,6 +23,7 @@ class Step:
         "finished",
         "memory",
         "num_sampled",
+        "num_started",
         "query_tokens",
         "hit_tokens",
         "seconds",
@@ -39,6 +40,7 @@ class Step:
         self.finished: list[Finished] = []
         self.memory: MemoryReport | None = None  # at its fullest, before commit gives anything back
         self.num_sampled = 0
+        self.num_started = 0  # requests computed for the first time
         self.query_tokens = 0
         self.hit_tokens = 0
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)

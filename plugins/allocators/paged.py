@@ -22,6 +22,8 @@ class PagedAllocator:
     A write into a block with several owners gets a copy of it (copy on write); the last owner writes in place.
     """
 
+    extends_tables = True  # it goes on with a table that another sequence began (sessions: see core/sessions.py)
+
     _pool: BlockPool = attrs.field(init=False, default=None)
 
     @hookimpl
