@@ -11,12 +11,6 @@ from core.state import State
 from core.types import HOLE, MemoryReport, SequenceView
 
 
-def _final_tokens(view: SequenceView) -> int:
-    """Tokens whose KV this sequence will have written when it ends, as far as is known now."""
-    output = view.recorded_output_tokens if view.recorded_output_tokens is not None else view.max_tokens
-    return view.num_prompt_tokens + min(output, view.max_tokens) - 1
-
-
 def _owners_of_tail(view: SequenceView, table: list[int], refs: list[int], size: int) -> int:
     """How many tables hold this sequence's part-full last block (1 when there is none)."""
     index = view.num_computed_tokens // size
@@ -31,15 +25,21 @@ def memory_report(state: State, copied_bytes: int) -> MemoryReport:
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
-    tables = [(view, sequences[view.id].table) for view in state.running]
-    tables += [(seq.view, seq.table) for seq in (*state.swapped(), *state.sessions.values(), *state.parked.values())]
+    others = [*state.swapped(), *state.sessions.values(), *state.parked.values()]
+    if not sharing and not others:
+        written = sum(lengths := [view.num_computed_tokens for view in state.running])
+        rooms = [view._room for view in state.running]
+        to_write = sum([room - length for room, length in zip(rooms, lengths, strict=True) if room > length])
+        tables = []
+    else:
+        tables = [(view, sequences[view.id].table) for view in state.running] + [(seq.view, seq.table) for seq in others]
     for view, table in tables:
         computed, capacity = view.num_computed_tokens, len(table) * size
         written += computed if view.where == "device" else _on_device(table, computed, size)
         if capacity <= computed:
             continue
         grows = view.where == "device" and view.idle_since_s is None
-        growth = max(0, min(capacity, _final_tokens(view)) - computed) if grows else 0
+        growth = max(0, view._room - computed) if grows else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners

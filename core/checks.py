@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.batch import Run
-from core.state import State, Status
+from core.state import State
 from core.types import HOLE, Plan
 
 
@@ -19,22 +19,23 @@ def check_plan(plan: object, state: State, hooks: Any) -> bool:
             work = f"{len(state.running)} running and {len(state.waiting)} waiting sequences"
             raise hooks.policy_error("plan_step", f"gave an empty plan without wait_until although there are {work}")
         return False
-    total, newcomers, plain = 0, 0, 0
-    for chunk in plan.chunks:
-        seq = sequences.get(chunk.sequence)
-        if seq is None or chunk.num_tokens < 1:
-            raise hooks.policy_error("plan_step", f"planned {chunk}: unknown sequence, or less than one token")
-        total += chunk.num_tokens
-        if seq.status is not Status.RUNNING:
-            newcomers += 1
-            plain += not chunk.may_preempt
+    ids = {chunk.sequence for chunk in plan.chunks}
+    lengths = [chunk.num_tokens for chunk in plan.chunks]
+    if min(lengths) < 1 or not ids <= sequences.keys():
+        bad = next(c for c in plan.chunks if c.num_tokens < 1 or c.sequence not in sequences)
+        raise hooks.policy_error("plan_step", f"planned {bad}: unknown sequence, or less than one token")
+    total = sum(lengths)
     if total > limits.max_num_batched_tokens:
         raise hooks.policy_error(
             "plan_step", f"planned {total} tokens, max_num_batched_tokens is {limits.max_num_batched_tokens}"
         )
-    if len({chunk.sequence for chunk in plan.chunks}) != len(plan.chunks):
+    if len(ids) != len(plan.chunks):
         raise hooks.policy_error("plan_step", f"planned a sequence twice: {plan.chunks}")
-    # a newcomer that may preempt may take the row of a running sequence
+    newcomers = len(new := ids - state.running_ids)
+    plain = newcomers
+    if len(state.running) + newcomers > limits.max_num_seqs:
+        # a newcomer that may preempt may take the row of a running sequence
+        plain = sum(1 for chunk in plan.chunks if chunk.sequence in new and not chunk.may_preempt)
     if len(state.running) + plain > limits.max_num_seqs or newcomers > limits.max_num_seqs:
         raise hooks.policy_error(
             "plan_step",
@@ -48,6 +49,11 @@ def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> No
     refs, size = state.pool.refs, state.limits.block_size
     for seq, start, end in runs:
         table = seq.table
+        index = start // size
+        if end - start == 1 and index < len(table) and not seq.host_blocks:
+            block = table[index]
+            if refs[block] == 1 and block != HOLE:
+                continue  # most runs: one token into a block of its own
         if len(table) * size < end:
             raise hooks.policy_error(
                 "reserve",

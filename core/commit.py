@@ -10,7 +10,7 @@ from core.batch import BatchBuilder, Run
 from core.hookspecs import ForkGroup
 from core.scratch import Step
 from core.sessions import Sessions
-from core.state import Sequence, State, Status
+from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
 from core.text import StopMatcher
 from core.types import (
     FinishReason,
@@ -19,7 +19,6 @@ from core.types import (
     ModelInfo,
     Output,
     Release,
-    SamplingBatch,
     Shortfall,
     StepOutput,
     TokenLogprobs,
@@ -62,20 +61,21 @@ class Committer:
         if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
             seq.stream = self.tokenizer.stream()
             seq.stops = StopMatcher(seq.params.stop) if seq.params.stop else None
+        seq.wants_text = seq.stream is not None or bool(seq.params.stop_token_ids)
 
-    def commit(self, step: Step, runs: list[Run], sampling: SamplingBatch, output: StepOutput, now: float) -> None:
+    def commit(self, step: Step, runs: list[Run], output: StepOutput, now: float) -> None:
         """Record what was computed and drawn at ``now``; end what is over."""
-        drawn, forking = self._append(runs, sampling, output, now)
-        step.num_sampled = len(drawn)
+        rows, forking = self._append(runs, output, now)
+        step.num_sampled = len(rows)
         # before anything is given back: what the forward pass just used
         step.memory = memory_report(self.state, step.num_copies * self.block_bytes)
         step.mark("commit")
+        drawn = [row for row in rows if type(row) is Drawn]
         for one in drawn:
             if one.seq.stream is not None and one.error is None:
                 self._text(one)
         step.mark("text")
-        for one in drawn:
-            step.outputs.append(self._output(one))
+        step.outputs += [self._output(row) if type(row) is Drawn else row for row in rows] if drawn else rows
         if self.hooks.has("commit"):
             self.hooks.commit(sequences=[run.seq.view for run in runs])
         if forking:
@@ -87,33 +87,49 @@ class Committer:
     # ------------------------------------------------------------------------------------------- tokens and text
 
     def _append(
-        self, runs: list[Run], sampling: SamplingBatch, output: StepOutput, now: float
-    ) -> tuple[list[Drawn], list[tuple[Sequence, list[Drawn]]]]:
-        drawn: list[Drawn] = []
+        self, runs: list[Run], output: StepOutput, now: float
+    ) -> tuple[list[Any], list[tuple[Sequence, list[Drawn]]]]:
+        """What became of each token drawn, in order: a ``Drawn``, or ``(sequence, token)`` where there is no more to say."""
+        rows: list[Any] = []
         forking: list[tuple[Sequence, list[Drawn]]] = []
         logprobs, errors, tokens = output.logprobs, output.errors, output.token_ids
-        if len(tokens) != len(sampling):
-            raise RuntimeError(f"the executor gave {len(tokens)} tokens for {len(sampling)} samples")
-        index = 0
+        eos, index = self.model.eos_token_ids, 0
         for seq, _, end in runs:
-            seq.set_computed(end)
+            view = seq.view
+            put_num_computed(view, end)
             if end != len(seq.tokens):
                 continue
-            branches = [seq]
-            if seq.to_fork:
-                branches += self._children(seq)
-            family = []
-            for branch in branches:
-                one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
-                if one.error is None:
-                    branch.append(one.token, now)
-                    self._judge(one)
-                family.append(one)
-                index += 1
-            drawn += family
-            if len(family) > 1:
-                forking.append((seq, family[1:]))
-        return drawn, forking
+            if seq.wants_text or seq.to_fork or logprobs or errors:
+                family = self._draw(seq, tokens, index, output, now)
+                index += len(family)
+                rows += family
+                if len(family) > 1:
+                    forking.append((seq, family[1:]))
+                continue
+            token = tokens[index]
+            index += 1
+            seq.tokens.append(token)
+            seq.times.append(now)
+            put_num_tokens(view, end + 1)
+            if token in eos or len(seq.times) >= view.max_tokens:
+                one = Drawn(seq, token)
+                self._judge(one)
+                rows.append(one)
+            else:
+                rows.append((seq, token))
+        return rows, forking
+
+    def _draw(self, seq: Sequence, tokens: Any, index: int, output: StepOutput, now: float) -> list[Drawn]:
+        """The tokens of one sequence and of the branches it still has to start."""
+        family, logprobs, errors = [], output.logprobs, output.errors
+        for branch in [seq, *self._children(seq)] if seq.to_fork else [seq]:
+            one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
+            if one.error is None:
+                branch.append(one.token, now)
+                self._judge(one)
+            family.append(one)
+            index += 1
+        return family
 
     def _children(self, parent: Sequence) -> list[Sequence]:
         children = []
@@ -194,6 +210,7 @@ class Committer:
             raise self.hooks.policy_error("fork", f"gave {lease.blocks} for a parent with {needed} blocks of computed tokens")
         child.table.extend(table)
         child.set_computed(parent.num_computed_tokens)
+        child.measure_room(self.state.limits.block_size)
         step.late_moves.extend(lease.moves)
         self.state.move(child, Status.RUNNING)
         self.builder.set_row(child.row, child.table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import perf_counter
+from typing import Any
 
 from core.types import Finished, MemoryReport, Move, Output, Preempted
 
@@ -22,6 +23,7 @@ class Step:
         "preempted",
         "finished",
         "memory",
+        "num_tokens",
         "num_sampled",
         "num_started",
         "query_tokens",
@@ -35,10 +37,11 @@ class Step:
         self.started_s = started_s
         self.moves = moves  # decided so far, those that an earlier step left included
         self.late_moves: list[Move] = []  # decided at commit: they run before the next forward pass
-        self.outputs: list[Output] = []
+        self.outputs: list[Output | tuple[Any, int]] = []  # see core.reports.Outputs
         self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
         self.memory: MemoryReport | None = None  # at its fullest, before commit gives anything back
+        self.num_tokens = 0
         self.num_sampled = 0
         self.num_started = 0  # requests computed for the first time
         self.query_tokens = 0

@@ -1,7 +1,8 @@
 """``model=smollm2 | tiny | path``: where a model comes from. Importing this file imports no torch; ``load`` does.
 
-A source answers to ``name`` and ``load(device, dtype) -> core.model.LoadedModel``. Everything that keeps a model from
-being served is found at load, and said in one line (``ConfigError``).
+A source answers to ``name``, ``shape(dtype) -> core.arithmetic.Shape`` (its config alone: no weights, no torch) and
+``load(device, dtype) -> core.model.LoadedModel``. Everything that keeps a model from being served is found at load, and
+said in one line (``ConfigError``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs.validators import ge, instance_of, min_len
 
+from core.arithmetic import Shape
+from core.shapes import shape_from_config, shape_from_folder
 from core.types import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +27,20 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model"]
+SMOLLM2_CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+"""What of its config.json the arithmetic needs; a test compares it with the converted model's."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -36,6 +53,10 @@ class SmolLM2:
         from core.fetch import MODEL_NAME
 
         return MODEL_NAME
+
+    def shape(self, dtype: str = "auto") -> Shape:
+        """Known without fetching anything. ``auto`` is the type it was published in."""
+        return shape_from_config(SMOLLM2_CONFIG, self.name, dtype)
 
     def load(self, device: str, dtype: str) -> LoadedModel:
         from core.fetch import FetchError, fetch_model
@@ -69,6 +90,23 @@ class Tiny:
     def name(self) -> str:
         return "tiny"
 
+    def _sizes(self) -> dict[str, int]:
+        """Its sizes, by the names in a transformers config."""
+        return {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 2 * self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position,
+        }
+
+    def shape(self, dtype: str = "auto") -> Shape:
+        """``auto`` is float32, in which its weights are made."""
+        raw = {"model_type": "llama", "tie_word_embeddings": False, **self._sizes()}
+        return shape_from_config(raw, self.name, dtype)
+
     def load(self, device: str, dtype: str) -> LoadedModel:
         from transformers import LlamaConfig
 
@@ -76,13 +114,7 @@ class Tiny:
         from core.text import ByteTokenizer
 
         config = LlamaConfig(
-            num_hidden_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            intermediate_size=2 * self.hidden_size,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=self.max_position,
+            **self._sizes(),
             # wide enough for logits that differ clearly: with the usual 0.02 every next token is a near tie
             initializer_range=self.hidden_size**-0.5,
             bos_token_id=256,
@@ -100,6 +132,11 @@ class Path:
     @property
     def name(self) -> str:
         return FilePath(self.path).name
+
+    def shape(self, dtype: str = "auto") -> Shape:
+        """From its config.json; ``path`` may also be such a file by itself."""
+        given = FilePath(self.path).expanduser()
+        return shape_from_folder(given if given.suffix == ".json" else self._folder(), self.name, dtype)
 
     def load(self, device: str, dtype: str) -> LoadedModel:
         return load_model_folder(self.name, self._folder(), device, dtype)

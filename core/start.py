@@ -113,7 +113,8 @@ def _build(config: DictConfig, root: Root, tell: Say) -> tuple[Any, EngineHooks]
     if getattr(executor, "uses_kernels", "model" in config.executor):
         chosen += [one for kind in ("kernel", "linears") for one in _chain(config, kind, tell)]
     else:
-        tell(f"{executor_name}: runs no model; kernel, linears and model are not used")
+        unused = "kernel and linears" if "model" in config.executor else "kernel, linears and model"
+        tell(f"{executor_name}: runs no model; {unused} are not used")
     if "_target_" in config.observers:
         raise ConfigError("an observer's YAML must begin with '# @package observers.<its name>'")
     chosen += [_choose(config, node, f"observers={name}") for name, node in config.observers.items()]
@@ -212,7 +213,8 @@ def _cost(root: Root, model: ModelInfo, executor: Any) -> tuple[CostModel, dict[
     given = {"link_bytes_per_s": root.cost.link_bytes_per_s, "prefill_flop_per_s": root.cost.prefill_flop_per_s}
     measured = executor.measure_cost() if None in given.values() else (0.0, 0.0)
     rates = {name: own if value is None else value for (name, value), own in zip(given.items(), measured, strict=True)}
-    source = {name: "measured" if value is None else "config" for name, value in given.items()}
+    found = getattr(executor, "cost_source", "measured")  # a simulated machine knows its rates
+    source = {name: found if value is None else "config" for name, value in given.items()}
     record = {name: {"value": rates[name], "from": source[name]} for name in given}
     memory = root.cost.memory_bytes_per_s or getattr(executor, "memory_bytes_per_s", None)
     if memory is not None:

@@ -16,6 +16,9 @@ from core.cost import CostModel
 from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
 
 _put = object.__setattr__  # how core writes what is read-only to everyone else
+put_num_tokens = SequenceView.num_tokens.__set__  # type: ignore[attr-defined]  # the same by slot: every token needs them
+put_num_computed = SequenceView.num_computed_tokens.__set__  # type: ignore[attr-defined]
+_put_room = SequenceView._room.__set__  # type: ignore[attr-defined]
 _LABELS = (
     "arrival_s",
     "priority",
@@ -68,6 +71,7 @@ class Sequence:
         "num_cached_tokens",  # of the prompt, at its first computation (usage)
         "stream",  # TextStream or None
         "stops",  # StopMatcher or None
+        "wants_text",  # bool: its tokens are looked at one by one, for text or for stop tokens
         "times",  # list[float], when each output token was delivered
         "first_seen_s",
         "first_scheduled_s",
@@ -87,6 +91,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.stream: Any = None
         self.stops: Any = None
+        self.wants_text = True
         self.times: list[float] = []
         self.first_seen_s = 0.0
         self.first_scheduled_s: float | None = None
@@ -108,12 +113,13 @@ class Sequence:
             "where": "none",
             "num_preemptions": 0,
             "predicted_output_tokens": self.params.max_tokens,
-            "first_token_s": None,
+            "_times": self.times,
             "idle_since_s": None,
             "num_tokens_at_preemption": 0,
             "queued_s": request.arrival_s,
             "demoted": False,
             "_pool": pool,
+            "_room": 0,
         }
         for name in _LABELS:
             facts[name] = getattr(request, name)
@@ -127,14 +133,22 @@ class Sequence:
 
     def append(self, token: int, now: float) -> None:
         """One sampled token, delivered at ``now``."""
-        if not self.times:
-            _put(self.view, "first_token_s", now)
         self.tokens.append(token)
         self.times.append(now)
-        _put(self.view, "num_tokens", len(self.tokens))
+        put_num_tokens(self.view, len(self.tokens))
 
     def set_computed(self, num_tokens: int) -> None:
-        _put(self.view, "num_computed_tokens", num_tokens)
+        put_num_computed(self.view, num_tokens)
+
+    def measure_room(self, block_size: int) -> None:
+        """After its table changed: how many tokens its blocks will hold when it ends, as far as is known now.
+
+        Up to its declared limit, or its recorded length in a replay; the last token of an answer is never written.
+        """
+        view = self.view
+        recorded = view.recorded_output_tokens
+        output = view.max_tokens if recorded is None else min(recorded, view.max_tokens)
+        _put_room(view, min(len(self.table) * block_size, view.num_prompt_tokens + output - 1))
 
     def set_predicted(self, num_tokens: int) -> None:
         _put(self.view, "predicted_output_tokens", max(1, min(num_tokens, self.view.max_tokens)))
@@ -160,6 +174,7 @@ class State:
         self.views: dict[int, SequenceView] = {}
         self.requests: dict[int, set[int]] = {}  # request id -> its unfinished sequences
         self.running: list[SequenceView] = []
+        self.running_ids: set[int] = set()
         self.waiting: list[SequenceView] = []
         self.num_swapped = 0
         self.sessions: dict[tuple[str, str, str], Sequence] = {}
@@ -245,6 +260,7 @@ class State:
             raise ValueError(f"sequence {seq.id}: {seq.status.value} -> {to.value} is not an allowed move")
         if seq.status is Status.RUNNING:
             self._take_out(self.running, seq)
+            self.running_ids.discard(seq.id)
             self._rows.append(seq.row)
             seq.row = -1
         elif seq.status is Status.IDLE:
@@ -257,6 +273,7 @@ class State:
         if to is Status.RUNNING:
             seq.row = self._rows.pop()
             insort(self.running, seq.view, key=self._key)
+            self.running_ids.add(seq.id)
         elif seq.status is Status.RUNNING and to in (Status.WAITING, Status.SWAPPED):
             insort(self.waiting, seq.view, key=self._key)
         if to in (Status.FINISHED, Status.IDLE):

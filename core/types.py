@@ -9,11 +9,12 @@ Units: lengths are in tokens, memory in blocks of ``block_size`` tokens, times i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
-from core.reports import FinishReason, Finished, MemoryReport, Output, Preempted, StepReport
+from core.reports import FinishReason, Finished, MemoryReport, Output, Outputs, Preempted, StepReport
 from core.views import HOLE, ReadOnlyList, SequenceView, View, Where
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION", "HOLE", "NO_CHANGE", "Batch", "CacheConfig", "Chunk", "ConfigError", "EngineInfo", "Eviction", "EvictionKind",
-    "FinishReason", "Finished", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Plan", "Policy",
-    "IdleChoice", "PolicyError", "Preempted", "QueueFull", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request", "RequestError",
-    "SamplingBatch", "SamplingParams", "SequenceView", "Shortfall", "StepOutput", "StepReport", "TokenLogprobs", "Triage", "View", "Where",
+    "FinishReason", "Finished", "IdleChoice", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Outputs", "Plan",
+    "Policy", "PolicyError", "Preempted", "QueueFull", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request",
+    "RequestError", "SamplingBatch", "SamplingParams", "SequenceView", "Shortfall", "StepOutput", "StepReport", "TokenLogprobs", "Triage",
+    "View", "Where", "one_token",
 ]  # fmt: skip
 
 API_VERSION = 1
@@ -126,6 +128,12 @@ class Chunk(NamedTuple):
     sequence: int  # id
     num_tokens: int  # to compute after a prefix hit, >= 1
     may_preempt: bool = False  # True: others may be evicted for it (set on running sequences; on a newcomer also for its row)
+
+
+@lru_cache(maxsize=4096)
+def one_token(sequence: int) -> Chunk:
+    """The chunk of a running sequence that decodes: made once, since most chunks of most plans are one of these."""
+    return Chunk(sequence, 1, True)
 
 
 @attrs.frozen(slots=True)

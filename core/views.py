@@ -45,13 +45,14 @@ class SequenceView:
         "stall_s",  # float | None, its session comes back about so long after the end
         "idle_since_s",  # float | None, when it ended, while its KV is kept for its session's next turn
         "predicted_output_tokens",  # int in 1..max_tokens, what predictor= expects its whole answer to be
-        "first_token_s",  # float | None, when its first token was delivered
         "num_tokens_at_preemption",  # int, num_tokens when it was last preempted; 0: never
         "queued_s",  # float, its place in the queue: arrival, or when it was demoted
         "demoted",  # bool, it lost its place in the queue (admission=deadline)
         "recorded_output_tokens",  # int | None
         "num_preemptions",  # int, so far
         "_pool",
+        "_times",  # list of float, when each output token was delivered
+        "_room",  # int, tokens its blocks will hold when it ends, at most: for core's accounting
     )
 
     if TYPE_CHECKING:
@@ -77,13 +78,14 @@ class SequenceView:
         stall_s: float | None
         idle_since_s: float | None
         predicted_output_tokens: int
-        first_token_s: float | None
         num_tokens_at_preemption: int
         queued_s: float
         demoted: bool
         recorded_output_tokens: int | None
         num_preemptions: int
         _pool: BlockPool
+        _times: list[float]
+        _room: int
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a policy may not write SequenceView.{name}: return a decision instead, core acts on it")
@@ -96,6 +98,11 @@ class SequenceView:
     def num_missing_tokens(self) -> int:
         """Tokens still to compute before the next one can be sampled (1 while decoding)."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token was delivered."""
+        return self._times[0] if self._times else None
 
     @property
     def predicted_remaining_tokens(self) -> int:

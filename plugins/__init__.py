@@ -15,6 +15,12 @@ def provide_policies() -> list[Policy]:
             "executor", "torch", "core.executors.torch.TorchExecutor", "run a model with PyTorch, on a CPU or a GPU"
         ),
         Policy("executor", "toy", "core.executors.toy.ToyExecutor", "made-up tokens, no torch: tests and development"),
+        Policy(
+            "executor",
+            "roofline",
+            "core.executors.roofline.RooflineExecutor",
+            "a machine and a model by arithmetic, on a virtual clock, no torch",
+        ),
         Policy("frontend", "http", "core.frontends.http.HttpFrontend", "OpenAI-compatible server"),
         Policy(
             "frontend", "replay", "core.frontends.replay.ReplayFrontend", "serve a workload, print and write a result"
@@ -22,6 +28,10 @@ def provide_policies() -> list[Policy]:
         Policy("model", "smollm2", "core.sources.SmolLM2", "SmolLM2-135M-Instruct, fetched once"),
         Policy("model", "tiny", "core.sources.Tiny", "a small random model, nothing to download"),
         Policy("model", "path", "core.sources.Path", "a model folder of your own: model.path=FOLDER"),
+        Policy("model", "llama2-7b", "core.shapes.Described", "described: Llama 2 7B, 32 KV heads"),
+        Policy("model", "llama2-7b-gqa8", "core.shapes.Described", "described: the same with 8 KV heads"),
+        Policy("model", "llama3-8b", "core.shapes.Described", "described: Llama 3.1 8B"),
+        Policy("model", "llama3-70b", "core.shapes.Described", "described: Llama 3.1 70B over 4 cards"),
         Policy("allocator", "paged", "plugins.allocators.paged.PagedAllocator", "blocks on demand, one at a time"),
         Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
@@ -59,5 +69,9 @@ def provide_policies() -> list[Policy]:
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),
         Policy("workload", "synthetic", "core.workloads.synthetic.Synthetic", "made-up requests of given lengths"),
+        Policy("machine", "h100", "core.arithmetic.Machine", "NVIDIA H100 SXM 80 GB, by its data sheet"),
+        Policy("machine", "h200", "core.arithmetic.Machine", "NVIDIA H200 SXM 141 GB, by its data sheet"),
+        Policy("machine", "a100", "core.arithmetic.Machine", "NVIDIA A100 SXM 80 GB, by its data sheet"),
+        Policy("machine", "local", "core.machines.Local", "this machine, as python -m core.calibrate measured it"),
         Policy("observers", "recorder", "core.observers.recorder.Recorder", "every decision as JSON lines"),
     ]

@@ -7,12 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,6 +19,7 @@ from attrs.validators import gt, instance_of
 from core.cache import KVCache, KVShape
 from core.fetch import cache_dir
 from core.kernel import Layout
+from core.machines import machine_name, write_json
 from core.types import Batch, Move, MoveKind, SamplingBatch, SamplingParams
 
 LOG = logging.getLogger(__name__)
@@ -36,17 +33,6 @@ class Calibration:
 
     link_bytes_per_s: float = attrs.field(validator=_POSITIVE)  # device blocks to the host pool and back
     prefill_flop_per_s: float = attrs.field(validator=_POSITIVE)
-
-
-def machine_name() -> str:
-    """The host and its processor: a cache folder may be shared by several machines."""
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{platform.node()}, {models[0] if models else processor}"
 
 
 def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Calibration:
@@ -65,23 +51,10 @@ def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Cali
         LOG.warning("%s cannot be used (%s): measuring again", path, error)
     found = measure()
     try:
-        _write(path, {"key": json.loads(full), "measured": attrs.asdict(found)})
+        write_json(path, {"key": json.loads(full), "measured": attrs.asdict(found)})
     except OSError as error:
         LOG.warning("cannot keep the measured costs in %s: %s", path, error)
     return found
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=".partial-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as out:
-            out.write(json.dumps(value, indent=2) + "\n")
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
 
 
 def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:

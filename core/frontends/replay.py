@@ -203,9 +203,7 @@ class _Replay:
             self._waiting = False
 
     def _note(self, report: StepReport) -> None:
-        for output in report.outputs:
-            if output.finish_reason is None:
-                continue
+        for output in report.outputs.ended:
             if output.error:
                 self.first_error = self.first_error or f"{output.finish_reason}: {output.error}"
             left = self._open.get(output.request_id, 1) - 1

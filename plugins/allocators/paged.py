@@ -32,8 +32,17 @@ class PagedAllocator:
 
     @hookimpl
     def reserve(self, plan: Plan, sequences: Mapping[int, SequenceView]) -> Sequence[Lease] | Shortfall:
+        needs: list[Sequence[int]] = []
         owners: dict[int, int] = {}  # of blocks that are copied in this plan: the last writer writes in place
-        needs = [self._need(sequences[chunk.sequence], chunk.num_tokens, owners) for chunk in plan.chunks]
+        size, whole = self._pool.block_size, not self._pool.num_extra_refs
+        for id, num_tokens, _ in plan.chunks:
+            sequence = sequences[id]
+            if num_tokens == 1 and whole and sequence.num_computed_tokens % size and sequence.where == "device":
+                needs.append(())  # most decodes: the last block is part full, and nobody shares it
+            else:
+                needs.append(self._need(sequence, num_tokens, owners))
+        if not any(needs):
+            return [NO_CHANGE] * len(needs)
         free, wanted = self._pool.num_free, 0
         for i, need in enumerate(needs):
             wanted += len(need)
@@ -49,7 +58,7 @@ class PagedAllocator:
         end = min(start + num_tokens, view.num_tokens)
         have, want = len(table), -(-end // size)
         if want <= have and view.where == "device" and not self._pool.num_extra_refs:
-            return ()  # most decodes: there is room in the last block, and nobody shares it
+            return ()
         indices: list[int] = []
         if view.where == "swap":
             indices += [i for i in range(have) if table[i] == HOLE]

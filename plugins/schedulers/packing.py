@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop
 
-from core.types import Chunk, ConfigError, EngineInfo, SequenceView, View
+from core.types import Chunk, ConfigError, EngineInfo, SequenceView, View, one_token
 
 
 class Room:
@@ -87,13 +87,17 @@ class Room:
 def continue_running(room: Room, running: Sequence[SequenceView]) -> list[Chunk]:
     """Decodes one token each before anything else, then prefills under way; the plan lists them in the order given, so that the
     last of them gives way first when blocks run short."""
-    decodes = room.decodes(running)
+    missing = [sequence.num_tokens - sequence.num_computed_tokens for sequence in running]
+    decodes = min(missing.count(1), room.tokens)
+    room.tokens -= decodes
+    if decodes == len(missing):
+        return [one_token(sequence.id) for sequence in running]
     chunks = []
-    for sequence in running:
-        if sequence.num_tokens - sequence.num_computed_tokens == 1:
+    for sequence, n in zip(running, missing, strict=True):
+        if n == 1:
             if decodes:
                 decodes -= 1
-                chunks.append(Chunk(sequence.id, 1, True))
+                chunks.append(one_token(sequence.id))
         elif room.tokens:
             chunks.append(Chunk(sequence.id, room.take_running(sequence), True))
     return chunks

@@ -15,7 +15,7 @@ from __future__ import annotations
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Chunk, Plan, SequenceView, View
+from core.types import Chunk, Plan, SequenceView, View, one_token
 from plugins.schedulers.packing import Room, in_order
 
 
@@ -46,7 +46,7 @@ class PriorityScheduler:
         for rank, queued, id, sequence in running:
             if decodes and sequence.num_tokens - sequence.num_computed_tokens == 1:
                 decodes -= 1
-                planned.append((rank, queued, id, Chunk(id, 1, True)))
+                planned.append((rank, queued, id, one_token(id)))
         planned.sort()
         return Plan(tuple([entry[3] for entry in planned]))
 

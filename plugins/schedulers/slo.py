@@ -19,7 +19,7 @@ import attrs
 
 from core.cost import CostModel
 from core.hookspecs import hookimpl
-from core.types import Chunk, EngineInfo, Plan, SequenceView, StepReport, View
+from core.types import Chunk, EngineInfo, Plan, SequenceView, StepReport, View, one_token
 from plugins.schedulers.packing import Room, in_order
 
 NEVER = float("inf")
@@ -54,7 +54,7 @@ class SloScheduler:
                 prefills.append(s)
         num_decodes = room.decodes([s for _, s in decodes])
         decodes.sort(key=_due)
-        chunks = [(due, s.id, Chunk(s.id, 1, True)) for due, s in decodes[:num_decodes]]
+        chunks = [(due, s.id, one_token(s.id)) for due, s in decodes[:num_decodes]]
         limit_s = target * self.margin if chunks else NEVER  # nobody waits for a token: a step may be long
         room.tokens = min(room.tokens, clock.tokens_within(limit_s, num_decodes, kv))
         rank = self._ranks(view)

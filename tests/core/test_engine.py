@@ -202,6 +202,18 @@ def test_without_room_for_its_branches_a_request_still_gets_them_all() -> None:
     assert_as_alone(work, result)
 
 
+def test_victims_that_hold_only_shared_blocks_do_not_stop_the_engine() -> None:
+    """Branches of one request: swapping two of them frees nothing while the third holds their blocks; the run goes on."""
+    work = [Work((257, 42, 12, 134, 70, 170), 3, 0.9, 2, aborts=0), Work((113, 160, 60, 235, 74, 319), 14, 0.9, 1, n=3, arrives=4)]
+    result = run(
+        make_engine(
+            num_blocks=5, num_swap_blocks=0, max_num_batched_tokens=1, max_num_seqs=4, max_model_len=64, preemption=Swap()
+        ),
+        work,
+    )
+    assert [result.tokens[(1, branch)] for branch in range(3)] == alone(work[1])
+
+
 def test_branches_share_the_prompts_blocks_until_one_writes() -> None:
     """n = 3 over 10 prompt tokens, 4 a block: 3 blocks once; then two branches copy the part-full block, the last writes in place."""
     engine = make_engine()
