@@ -1,4 +1,5 @@
-"""Writes the pages that come from the code: docs/hooks.md (core/hookspecs.py) and docs/options.md (the YAML files).
+"""Writes the pages that come from the code: docs/hooks.md (core/hookspecs.py) and docs/options.md (the YAML files),
+docs/ledger.md (the ledger).
 
 ``python docs/build.py`` writes them, ``python docs/build.py --check`` says which are out of date and exits 1.
 """
@@ -10,7 +11,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+from ledger_page import ledger_page  # noqa: E402
 
 from core import hookspecs  # noqa: E402
 from core.discovery import discover  # noqa: E402
@@ -66,7 +69,7 @@ def options_page() -> str:
     return "".join(parts).rstrip() + "\n"
 
 
-PAGES = {"hooks.md": hooks_page, "options.md": options_page}
+PAGES = {"hooks.md": hooks_page, "options.md": options_page, "ledger.md": lambda: MARK + ledger_page()}
 
 
 def main() -> int:

@@ -4,10 +4,15 @@ Open loop (requests that have an arrival time): a request is submitted when it i
 due, also when the engine was busy then, so a slow engine cannot hide its queue. Closed loop (requests without):
 ``workload.concurrency`` are kept in flight, and one counts from the moment it is sent. Time is the executor's: with a
 virtual clock nothing sleeps, and the same run gives the same record.
+
+A request may be followed by another of its session (``WorkloadRequest.then``), due so many seconds after it finished. A
+session that waits for its next request counts as one in flight, so ``workload.concurrency`` bounds the open sessions.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import signal
 import threading
@@ -64,6 +69,8 @@ class ReplayFrontend:
         served. Does not close the engine.
         """
         engine = started.engine
+        if hasattr(self.workload, "use_tokenizer"):
+            self.workload.use_tokenizer(engine.tokenizer)
         requests = iter(self.workload.requests(engine.model.vocab_size, engine.limits.max_model_len))
         status, error = "ok", None
         shown = _Shown(self.progress, getattr(self.workload, "num_requests", None), self.warmup_requests)
@@ -81,12 +88,19 @@ class ReplayFrontend:
             log.exception("the engine stopped")
             status, error = "failed", str(failure)
             engine.metrics.requests["failed"] += replay.num_open
+        except ConfigError as failure:  # a bad row of a file: what was measured before it is not lost
+            if not engine.metrics.requests["finished"]:
+                raise
+            status, error = "failed", str(failure)
+            replay.cut_off()
         summary = engine.metrics.summary()
         if status == "ok" and not summary["requests"]["finished"]:
             status, error = "failed", f"no request was served: {replay.first_error or 'the workload is empty'}"
         elif replay.first_error:
             log.warning("not all requests were served; the first: %s", replay.first_error)
-        record = {"status": status, **({"error": error} if error else {}), **summary, "manifest": started.manifest}
+        skipped = getattr(self.workload, "skipped", None)
+        manifest = {**started.manifest, **({"workload_skipped": dict(skipped)} if skipped else {})}
+        record = {"status": status, **({"error": error} if error else {}), **summary, "manifest": manifest}
         shown.table(record)
         return record
 
@@ -100,6 +114,11 @@ class _Replay:
         self.shown = shown
         self.first_error: str | None = None
         self._open: dict[int, int] = {}  # request id -> branches that have not ended
+        self._sessions: dict[
+            int, tuple[WorkloadRequest, list[int]]
+        ] = {}  # request id -> it and branch 0's tokens so far
+        self._later: list[tuple[float, int, WorkloadRequest]] = []  # heap of (due, order, request) that follow another
+        self._order = itertools.count()
         self._empty_steps = 0
         self._stopping = self._waiting = False
 
@@ -133,7 +152,8 @@ class _Replay:
         zero_s = executor.now()
         if next_one is not None:
             zero_s -= next_one.arrival_s or 0.0  # the requests before it were warm-up
-        while next_one is not None or self.engine.has_work():
+        while next_one is not None or self._later or self.engine.has_work():
+            self._submit_followers(paced)
             due_s = None
             while next_one is not None:
                 arrives = next_one.arrival_s if paced else None
@@ -142,10 +162,18 @@ class _Replay:
                     break
                 self._submit(next_one, due_s)
                 next_one = next(requests, None)
-            self._advance(due_s if next_one is not None else None)
+            coming = [due_s] if next_one is not None and due_s is not None else []
+            coming += [self._later[0][0]] if self._later else []
+            self._advance(min(coming, default=None))
+
+    def _submit_followers(self, paced: bool) -> None:
+        """Next requests of sessions whose time has come; ``paced=False`` does not wait for it."""
+        while self._later and (not paced or self._later[0][0] <= self.engine.executor.now()):
+            due_s, _, request = heapq.heappop(self._later)
+            self._submit(request, due_s if paced else None)
 
     def _has_room(self) -> bool:
-        return self.concurrency is None or len(self._open) < self.concurrency
+        return self.concurrency is None or len(self._open) + len(self._later) < self.concurrency
 
     def _submit(self, request: WorkloadRequest, due_s: float | None) -> None:
         arrival_s = self.engine.executor.now() if due_s is None else due_s
@@ -171,6 +199,8 @@ class _Replay:
             self.shown.ended()
         else:
             self._open[id] = request.params.n
+            if request.then is not None:
+                self._sessions[id] = (request, [])
 
     def _advance(self, due_s: float | None) -> None:
         """One step; if it had nothing to do, wait for the next request or for the time the scheduler named."""
@@ -179,6 +209,7 @@ class _Replay:
             raise KeyboardInterrupt
         if not engine.has_work():
             self._open.clear()  # whatever was left ended without a word for each branch
+            self._sessions.clear()
             if due_s is not None:
                 self._wait(due_s)
             return
@@ -203,16 +234,31 @@ class _Replay:
             self._waiting = False
 
     def _note(self, report: StepReport) -> None:
+        if self._sessions:  # else no row is made that only has a token
+            for output in report.outputs:
+                if output.branch == 0 and output.request_id in self._sessions:
+                    self._sessions[output.request_id][1].extend(output.token_ids)
         for output in report.outputs.ended:
             if output.error:
                 self.first_error = self.first_error or f"{output.finish_reason}: {output.error}"
             left = self._open.get(output.request_id, 1) - 1
             if left <= 0 or output.finish_reason == "refused":
                 self._open.pop(output.request_id, None)
+                self._follow(output.request_id, output.finish_reason in ("stop", "length"), report.ended_s)
                 self.shown.ended()
             else:
                 self._open[output.request_id] = left
         self.shown.tokens(report.num_sampled)
+
+    def _follow(self, request_id: int, served: bool, ended_s: float) -> None:
+        """A request has ended: put the next one of its session in line."""
+        request, tokens = self._sessions.pop(request_id, (None, []))
+        if request is None or request.then is None or not served:
+            return
+        following = request.then(tuple(tokens))
+        if following is not None:
+            delay_s, next_one = following
+            heapq.heappush(self._later, (ended_s + delay_s, next(self._order), next_one))
 
     @property
     def num_open(self) -> int:
@@ -228,6 +274,8 @@ class _Replay:
         else:
             self.engine.metrics.requests["aborted"] += self.num_open
         self._open.clear()
+        self._sessions.clear()
+        self._later.clear()
 
 
 def _take(requests: Iterator[WorkloadRequest], num: int) -> Iterator[WorkloadRequest]:

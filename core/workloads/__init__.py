@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import attrs
@@ -27,6 +27,12 @@ class WorkloadRequest:
     tpot_s: float | None = None
     stall_s: float | None = None  # its session comes back so long after the end: the next turn of a tool call
     label: str = ""
+    then: FollowUp | None = None  # the next request of its session; None: there is none
+
+
+FollowUp = Callable[[tuple[int, ...]], "tuple[float, WorkloadRequest] | None"]
+"""Called once, when a request has finished as asked (never after a refusal, a failure or an abort), with the output tokens of its
+first branch: seconds from then to the next request of the session, and that request; None: the session is over."""
 
 
 class Workload(Protocol):
@@ -37,3 +43,9 @@ class Workload(Protocol):
 
     def requests(self, vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival, for a model with this vocabulary and this many tokens a sequence."""
+
+    # A workload may also have:
+    # num_requests: int | None            how many there are, for the progress bar
+    # use_tokenizer(tokenizer) -> None    called before ``requests``: prompts that are text need the engine's tokenizer
+    #                                     (``core.text.Tokenizer``, or None where the engine has none)
+    # skipped: Mapping[str, int]          what was left out, by reason: it goes into the manifest
