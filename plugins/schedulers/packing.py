@@ -103,12 +103,12 @@ def continue_running(room: Room, running: Sequence[SequenceView]) -> list[Chunk]
     return chunks
 
 
-def in_order(sequences: Iterable[SequenceView], key: Callable[[SequenceView], float]) -> Iterator[SequenceView]:
-    """Smallest key first, then by place in the queue. A heap: a step starts few of the many that wait."""
-    heap = [(key(sequence), sequence.queued_s, sequence.id, sequence) for sequence in sequences]
+def in_order(sequences: Sequence[SequenceView], key: Callable[[SequenceView], float]) -> Iterator[SequenceView]:
+    """Smallest key first, then as they are given. A heap: a step starts few of the many that wait."""
+    heap = list(zip(map(key, sequences), range(len(sequences)), strict=True))
     heapify(heap)
     while heap:
-        yield heappop(heap)[3]
+        yield sequences[heappop(heap)[1]]
 
 
 def start_waiting(room: Room, waiting: Iterable[SequenceView]) -> list[Chunk]:

@@ -12,6 +12,9 @@ its row, but only running sequences that rank at least one whole level below it.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
 import attrs
 
 from core.hookspecs import hookimpl
@@ -35,58 +38,61 @@ class PriorityScheduler:
     @hookimpl
     def plan_step(self, view: View) -> Plan:
         room = Room(view, self.watermark, self.max_chunk)
-        running = sorted([(self._rank(s), s.queued_s, s.id, s) for s in view.running])
-        decodes = room.decodes([entry[3] for entry in running])
-        planned: list[tuple[float, float, int, Chunk]] = []
-        prefills = [entry for entry in running if entry[3].num_tokens - entry[3].num_computed_tokens != 1]
-        if view.waiting and room.tokens:
-            planned += self._prompts(view, room, prefills, running)
-        else:
-            planned += [(*e[:3], Chunk(e[2], room.take_running(e[3]), True)) for e in prefills if room.tokens]
-        for rank, queued, id, sequence in running:
-            if decodes and sequence.num_tokens - sequence.num_computed_tokens == 1:
+        running = list(view.running)
+        ranks = [self._rank(sequence) for sequence in running]
+        ranked = [(ranks[i], running[i]) for i in sorted(range(len(running)), key=ranks.__getitem__)]
+        decodes = room.decodes(running)
+        prompts = self._prompts(view, room, ranked) if room.tokens else iter(())
+        chunks: list[Chunk] = []
+        next_one = next(prompts, None)
+        for rank, sequence in ranked:
+            if sequence.num_tokens - sequence.num_computed_tokens != 1:
+                continue
+            while next_one is not None and next_one[0] <= rank:
+                chunks.append(next_one[1])
+                next_one = next(prompts, None)
+            if decodes:
                 decodes -= 1
-                planned.append((rank, queued, id, one_token(id)))
-        planned.sort()
-        return Plan(tuple([entry[3] for entry in planned]))
+                chunks.append(one_token(sequence.id))
+        while next_one is not None:
+            chunks.append(next_one[1])
+            next_one = next(prompts, None)
+        return Plan(tuple(chunks))
 
-    def _prompts(self, view: View, room: Room, prefills: list, running: list) -> list[tuple[float, float, int, Chunk]]:
+    def _prompts(self, view: View, room: Room, ranked: list[tuple[float, SequenceView]]) -> Iterator[tuple[float, Chunk]]:
         """Prefills under way and newcomers, by rank, until the step is full or a newcomer finds no room."""
-        planned = []
-        below = _Below(running)
-        under_way = iter(prefills)
-        next_one = next(under_way, None)
+        below = _Below(ranked)
+        under_way = deque((rank, s) for rank, s in ranked if s.num_tokens - s.num_computed_tokens != 1)
         for sequence in in_order(view.waiting, self._rank):
             rank = self._rank(sequence)
-            while next_one is not None and next_one[0] <= rank and room.tokens:
-                planned.append((*next_one[:3], Chunk(next_one[2], room.take_running(next_one[3]), True)))
-                next_one = next(under_way, None)
+            while under_way and under_way[0][0] <= rank and room.tokens:
+                before, prefill = under_way.popleft()
+                yield before, Chunk(prefill.id, room.take_running(prefill), True)
             fits = room.fits(sequence)
             if not fits and not (self.preempt and room.tokens and below.displace(rank + 1, room, sequence)):
                 break
-            planned.append((rank, sequence.queued_s, sequence.id, Chunk(sequence.id, room.take_new(sequence), not fits)))
-        while next_one is not None and room.tokens:
-            planned.append((*next_one[:3], Chunk(next_one[2], room.take_running(next_one[3]), True)))
-            next_one = next(under_way, None)
-        return planned
+            yield rank, Chunk(sequence.id, room.take_new(sequence), not fits)
+        while under_way and room.tokens:
+            rank, prefill = under_way.popleft()
+            yield rank, Chunk(prefill.id, room.take_running(prefill), True)
 
 
 class _Below:
     """Running sequences from the least important up, as far as newcomers have not claimed their place."""
 
-    def __init__(self, running: list):
-        self._left = list(running)  # ranked, the least important last
+    def __init__(self, ranked: list[tuple[float, SequenceView]]):
+        self._ranked = ranked
+        self._left = len(ranked)  # the least important last
 
     def displace(self, rank: float, room: Room, sequence: SequenceView) -> bool:
         """Whether those that rank at ``rank`` or below make room for a newcomer; if so they are claimed and the room is there."""
-        rows, free, count = room.rows, room.free, 0
+        rows, free, left = room.rows, room.free, self._left
         needed = room.missing_blocks(sequence)
         while rows < 1 or free < needed:
-            count += 1
-            if count > len(self._left) or self._left[-count][0] < rank:
+            left -= 1
+            if left < 0 or self._ranked[left][0] < rank:
                 return False
             rows += 1
-            free += self._left[-count][3].private_blocks
-        del self._left[len(self._left) - count :]
-        room.rows, room.free = rows, free
+            free += self._ranked[left][1].private_blocks
+        self._left, room.rows, room.free = left, rows, free
         return True

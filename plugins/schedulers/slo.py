@@ -73,6 +73,7 @@ class SloScheduler:
     def _ranks(self, view: View):
         """How urgent a first token is: its deadline; after all of those, in order, for what is lost; at once after ``patience_s``."""
         now, cost, cached = view.now, view.cost, view.cached_tokens
+        safe = now + cost.recompute_s(view.max_model_len)  # whatever its length, a prompt that is due later than this can make it
         patient_since = now - self.patience_s if self.patience_s is not None else -NEVER
 
         def rank(s: SequenceView) -> float:
@@ -81,9 +82,11 @@ class SloScheduler:
             deadline = s.deadline_s
             if deadline is None:
                 return 1e12
-            if s.num_output_tokens or now < deadline - cost.recompute_s(s.num_tokens, s.num_computed_tokens or cached.get(s.id, 0)):
+            if deadline > safe or s.num_tokens > s.num_prompt_tokens:
                 return deadline
-            return deadline + 2e12
+            if deadline <= now or deadline <= now + cost.recompute_s(s.num_tokens, s.num_computed_tokens or cached.get(s.id, 0)):
+                return deadline + 2e12
+            return deadline
 
         return rank
 
