@@ -68,6 +68,7 @@ def provide_policies() -> list[Policy]:
         Policy(
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),
+        Policy("workload", "mix", "core.workloads.mix.Mix", "several workloads at once, with labels"),
         Policy("workload", "synthetic", "core.workloads.synthetic.Synthetic", "made-up requests of given lengths"),
         Policy("workload", "chat", "core.workloads.published.Published", "chat with published lengths"),
         Policy("workload", "code", "core.workloads.published.Published", "code completion with published lengths"),

@@ -93,6 +93,7 @@ class _Below:
             if left < 0 or self._ranked[left][0] < rank:
                 return False
             rows += 1
-            free += self._ranked[left][1].private_blocks
+            if free < needed:
+                free += self._ranked[left][1].private_blocks
         self._left, room.rows, room.free = left, rows, free
         return True
