@@ -48,17 +48,21 @@ def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryR
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
-    if not sharing and not state.num_swapped:
+    others = [*state.swapped(), *state.sessions.values(), *state.parked.values()]
+    if not sharing and not others:
         written = sum(lengths := [view.num_computed_tokens for view in state.running])
         rooms = [view._room for view in state.running]
         to_write = sum([room - length for room, length in zip(rooms, lengths, strict=True) if room > length])
-    for view in [*state.running, *(seq.view for seq in state.swapped())] if sharing or state.num_swapped else ():
-        table = sequences[view.id].table
+        tables = []
+    else:
+        tables = [(view, sequences[view.id].table) for view in state.running] + [(seq.view, seq.table) for seq in others]
+    for view, table in tables:
         computed, capacity = view.num_computed_tokens, len(table) * size
         written += computed if view.where == "device" else _on_device(table, computed, size)
         if capacity <= computed:
             continue
-        growth = max(0, view._room - computed) if view.where == "device" else 0
+        grows = view.where == "device" and view.idle_since_s is None
+        growth = max(0, view._room - computed) if grows else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners

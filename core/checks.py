@@ -9,8 +9,8 @@ from core.state import State
 from core.types import HOLE, Plan
 
 
-def check_plan(plan: object, state: State, hooks: Any) -> None:
-    """Budget, ownership, progress: raises the scheduler's ``PolicyError``."""
+def check_plan(plan: object, state: State, hooks: Any) -> bool:
+    """Budget, ownership, progress: raises the scheduler's ``PolicyError``. True when newcomers need rows that are taken."""
     if not isinstance(plan, Plan):
         raise hooks.policy_error("plan_step", f"gave {plan!r}: a Plan is needed in every step with work")
     sequences, limits = state.sequences, state.limits
@@ -18,7 +18,7 @@ def check_plan(plan: object, state: State, hooks: Any) -> None:
         if plan.wait_until is None:
             work = f"{len(state.running)} running and {len(state.waiting)} waiting sequences"
             raise hooks.policy_error("plan_step", f"gave an empty plan without wait_until although there are {work}")
-        return
+        return False
     ids = {chunk.sequence for chunk in plan.chunks}
     lengths = [chunk.num_tokens for chunk in plan.chunks]
     if min(lengths) < 1 or not ids <= sequences.keys():
@@ -31,12 +31,17 @@ def check_plan(plan: object, state: State, hooks: Any) -> None:
         )
     if len(ids) != len(plan.chunks):
         raise hooks.policy_error("plan_step", f"planned a sequence twice: {plan.chunks}")
-    newcomers = len(ids - state.running_ids)
+    newcomers = len(new := ids - state.running_ids)
+    plain = newcomers
     if len(state.running) + newcomers > limits.max_num_seqs:
+        # a newcomer that may preempt may take the row of a running sequence
+        plain = sum(1 for chunk in plan.chunks if chunk.sequence in new and not chunk.may_preempt)
+    if len(state.running) + plain > limits.max_num_seqs or newcomers > limits.max_num_seqs:
         raise hooks.policy_error(
             "plan_step",
             f"planned {newcomers} newcomers beside {len(state.running)} running sequences, max_num_seqs is {limits.max_num_seqs}",
         )
+    return len(state.running) + newcomers > limits.max_num_seqs
 
 
 def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> None:

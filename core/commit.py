@@ -9,6 +9,7 @@ from core.accounting import external_waste, memory_report
 from core.batch import BatchBuilder, Run
 from core.hookspecs import ForkGroup
 from core.scratch import Step
+from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
 from core.text import StopMatcher
 from core.types import (
@@ -49,9 +50,10 @@ class Committer:
         builder: BatchBuilder,
         tokenizer: Any,
         next_id: Callable[[], int],
+        sessions: Sessions,
     ):
         self.state, self.hooks, self.model, self.builder = state, hooks, model, builder
-        self.tokenizer, self.next_id = tokenizer, next_id
+        self.tokenizer, self.next_id, self.sessions = tokenizer, next_id, sessions
         self.block_bytes = model.kv_bytes_per_token * state.limits.block_size
 
     def open_text(self, seq: Sequence) -> None:
@@ -135,6 +137,7 @@ class Committer:
             child = Sequence(parent.request, parent.params, parent.seed, self.state.pool, id=self.next_id(), branch=branch)
             child.first_seen_s, child.first_scheduled_s = parent.first_seen_s, parent.first_scheduled_s
             child.num_cached_tokens = parent.num_cached_tokens
+            child.set_predicted(parent.view.predicted_output_tokens)
             self.open_text(child)
             self.state.add(child)
             children.append(child)
@@ -237,6 +240,9 @@ class Committer:
     def _end(self, step: Step, ending: list[tuple[Sequence, Any]], now: float) -> None:
         releases = []
         for seq, reason in ending:
+            if reason in ("stop", "length") and self.sessions.keep(step, seq, now):
+                step.finished.append(self._record(seq, reason, now))
+                continue
             blocks = seq.device_blocks()
             if blocks:
                 releases.append(Release(seq.id, blocks, reason if reason in ("abort", "error") else "finish"))
@@ -266,4 +272,7 @@ class Committer:
             token_times_s=tuple(seq.times),
             finished_s=now,
             num_preemptions=view.num_preemptions,
+            service_class=view.service_class,
+            deadline_s=view.deadline_s,
+            tpot_s=view.tpot_s,
         )

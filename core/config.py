@@ -39,6 +39,7 @@ from omegaconf.errors import OmegaConfBaseException
 from core import help as help_page
 from core.construct import check_fields, describe_bad_value, explain_value, instantiate
 from core.discovery import KINDS, did_you_mean, discover
+from core.levels import ServiceLevels, read_levels
 from core.types import CacheConfig, ConfigError
 
 __all__ = [
@@ -265,6 +266,7 @@ class Rates:
 
     link_bytes_per_s: float | None = _rate()
     prefill_flop_per_s: float | None = _rate()
+    memory_bytes_per_s: float | None = _rate()
 
 
 @attrs.frozen(kw_only=True)
@@ -276,6 +278,8 @@ class Root:
     max_model_len: int | None = _whole(1, null=True)
     max_num_seqs: int = _whole(1)
     max_num_batched_tokens: int = _whole(1)
+    max_queue: int | None = _whole(1, null=True)
+    slo: ServiceLevels
     device: str = _one_of("auto", "cpu", "cuda")
     dtype: str = _one_of(*DTYPES)
     num_threads: int | None = _whole(1, null=True)
@@ -296,6 +300,7 @@ def check_root(config: DictConfig) -> Root:
     values: dict[str, Any] = {name: plain(config, name) for name in fields}
     values["cache"] = build_values(CacheConfig, values["cache"], "cache")
     values["cost"] = build_values(Rates, values["cost"], "cost")
+    values["slo"] = read_levels(values["slo"])
     if values["cache"].kv_dtype not in (None, *DTYPES[1:]):
         raise ConfigError(f"cache.kv_dtype={values['cache'].kv_dtype!r}: allowed is null | {' | '.join(DTYPES[1:])}")
     return Root(**values)

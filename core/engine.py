@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,11 +17,13 @@ from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
+from core.levels import ServiceLevels
 from core.metrics import Metrics, check_record
-from core.params import check_request, check_salt
+from core.params import check_labels, check_request, check_salt
 from core.relief import Relief
 from core.accounting import external_waste, memory_report
 from core.scratch import Step
+from core.sessions import Sessions
 from core.state import Sequence, State, Status
 from core.types import (
     NO_CHANGE,
@@ -40,6 +41,7 @@ from core.types import (
     StepOutput,
     StepReport,
 )
+from core.waiting import Mailbox, predict, triage
 
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
@@ -59,20 +61,30 @@ class Engine:
         tokenizer: Any = None,
         checks: str = "cheap",
         seed: int = 0,
+        levels: ServiceLevels | None = None,
     ):
         self.executor, self.hooks, self.limits, self.model = executor, hooks, limits, model
         self.cost, self.pool, self.tokenizer = cost, pool, tokenizer
         self.full_checks = checks == "full"
         self.state = State(limits, pool, cost)
+        self.state.set_finds_prefixes(hooks.has("cached_tokens"))
+        self.levels = levels or ServiceLevels()
         self.metrics = Metrics()
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
+        self.sessions = Sessions(self.state, hooks)
         self._committer = Committer(
-            self.state, hooks, model=model, builder=self._builder, tokenizer=tokenizer, next_id=self._next_id
+            self.state,
+            hooks,
+            model=model,
+            builder=self._builder,
+            tokenizer=tokenizer,
+            next_id=self._next_id,
+            sessions=self.sessions,
         )
-        self._relief = Relief(self.state, hooks, self._fail)
+        self._relief = Relief(self.state, hooks, self._fail, self.sessions)
         self._moves: list[Move] = []  # decided, not yet run
-        self._commands: deque[tuple[str, Any]] = deque()
+        self._commands = Mailbox(self.state, limits.max_queue)
         self._ids = itertools.count()
         self._seeds = random.Random(seed)
         self._num_steps = 0
@@ -90,20 +102,26 @@ class Engine:
     ) -> int:
         """Queue a request; gives its id. ``labels`` are the other fields of ``Request`` (priority, client_id, cache_salt, ...).
 
-        ``RequestError`` at once for what can be told from the request alone. What only the allocator can tell (it needs more blocks
+        Targets that the request does not name itself (``deadline_s``, ``tpot_s``) are those of its ``service_class``.
+        ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What only the allocator can tell (it needs more blocks
         than there are) comes as an ``Output`` with ``finish_reason="refused"``.
         """
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
         check_salt(labels.get("cache_salt", ""))
         arrival = self.executor.now() if arrival_s is None else arrival_s
+        labels = check_labels(labels, self.levels, arrival)
         request = Request(id=self._next_id(), prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
-        self._commands.append(("add", request))
+        self._commands.put_request(request)
         return request.id
 
     def abort(self, request_id: int) -> None:
         """End a request at the next step. An unknown or finished id, or a second call, is harmless."""
-        self._commands.append(("abort", request_id))
+        self._commands.put("abort", request_id)
+
+    def end_sessions(self) -> None:
+        """Forget, at the next step, the KV that is kept for sessions between two turns."""
+        self._commands.put("end_sessions", None)
 
     def reset_cache(self) -> None:
         """Forget all cached prompt blocks at the next step: requests submitted after this call find none of what was there.
@@ -112,7 +130,7 @@ class Engine:
         """
         if not self.hooks.has("reset_cache"):
             raise RequestError(f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset")
-        self._commands.append(("reset_cache", None))
+        self._commands.put("reset_cache", None)
 
     def has_work(self) -> bool:
         return bool(self._commands or self.state.sequences)
@@ -127,6 +145,7 @@ class Engine:
             "free_blocks": self.pool.num_free,
             "swap_blocks": state.swap.num_blocks,
             "free_swap_blocks": state.swap.num_free,
+            "idle_sessions": len(state.idle),
             "steps": self._num_steps,
         }
 
@@ -143,12 +162,12 @@ class Engine:
             raise
 
     def _step(self) -> StepReport:
-        commands = self._drain()
+        commands = self._commands.take()
         step = Step(self._num_steps, self.executor.now(), self._moves)
         self._intake(step, commands)
         self._look(step)
-        plan = self._plan(step)
-        plan, leases = self._relief.reserve(step, plan)
+        plan, short_of_rows = self._plan(step)
+        plan, leases = self._relief.reserve(step, plan, short_of_rows)
         runs = self._apply(step, plan, leases)
         if runs:
             output = self._execute(step, runs)
@@ -169,23 +188,21 @@ class Engine:
             raise RuntimeError(f"the executor gave {len(output.token_ids)} tokens for {len(sampling)} samples")
         return output
 
-    def _drain(self) -> list[tuple[str, Any]]:
-        commands = []
-        while self._commands:
-            commands.append(self._commands.popleft())
-        return commands
-
     def _intake(self, step: Step, commands: list[tuple[str, Any]]) -> None:
         if any(kind == "reset_cache" for kind, _ in commands):
             self.hooks.reset_cache()
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
+            predict(self.hooks, new)
             refusals = self._admit(new)
             for seq, refusal in zip(new, refusals, strict=True):
                 if refusal is None:
+                    self.sessions.resume(step, seq)
                     self.state.add(seq)
                 else:
                     step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.view.n)]
+                    self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
+            self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
             if accepted and self.hooks.has_observers("requests_arrived"):
                 self.hooks.observe("requests_arrived", requests=accepted)
@@ -193,6 +210,8 @@ class Engine:
         ids = [i for request_id in aborted for i in sorted(self.state.requests.get(request_id, ()))]
         if ids:
             self._committer.end(step, [(self.state.sequences[i], "abort") for i in ids], self.executor.now())
+        if any(kind == "end_sessions" for kind, _ in commands):
+            self.sessions.drop_all(step)
         step.mark("intake")
 
     def _new_sequence(self, request: Request, step: Step) -> Sequence:
@@ -205,6 +224,10 @@ class Engine:
 
     def _fail(self, step: Step, seq: Sequence, message: str) -> None:
         self._committer.end(step, [(seq, "error")], self.executor.now(), message)
+
+    def _turn_away(self, step: Step, refused: list[tuple[Sequence, str]]) -> None:
+        for seq, reason in refused:
+            self._committer.end(step, [(seq, "refused")], self.executor.now(), reason)
 
     def _admit(self, new: list[Sequence]) -> Seq[Refusal | None]:
         answer = self.hooks.admit(sequences=tuple(s.view for s in new)) if self.hooks.has("admit") else None
@@ -234,6 +257,10 @@ class Engine:
         state = self.state
         state.look(step.started_s, self._num_steps)
         state.cached_tokens.clear()
+        if state.idle:
+            self.sessions.tend(step)
+        if state.waiting and self.hooks.has("triage"):
+            triage(step, state, self.hooks, self._turn_away)
         if state.waiting and self.hooks.has("cached_tokens"):
             head = state.waiting[: self.limits.max_num_seqs]
             counts = self.hooks.cached_tokens(sequences=head)
@@ -243,13 +270,13 @@ class Engine:
                 state.cached_tokens.update((v.id, n) for v, n in zip(head, counts, strict=True) if n)
         step.mark("look")
 
-    def _plan(self, step: Step) -> Plan:
+    def _plan(self, step: Step) -> tuple[Plan, bool]:
         if not self.state.sequences:
-            return Plan()
+            return Plan(), False
         plan = self.hooks.plan_step(view=self.state.view)
-        check_plan(plan, self.state, self.hooks)
+        short_of_rows = check_plan(plan, self.state, self.hooks)
         step.mark("plan")
-        return plan
+        return plan, short_of_rows
 
     def _apply(self, step: Step, plan: Plan, leases: Seq[Lease]) -> list[Run]:
         """Core acts: tables change, sequences start to run, moves are queued; gives what each sequence computes."""
@@ -304,12 +331,13 @@ class Engine:
                     f"{view.num_computed_tokens} computed, and at least one must be left to compute",
                 )
             seq.set_computed(lease.num_cached_tokens)
-        if view.where == "none":
+        if view.where != "swap" or seq.first_scheduled_s is None:
             step.query_tokens += view.num_tokens
-            step.hit_tokens += lease.num_cached_tokens
+            step.hit_tokens += view.num_computed_tokens
         if seq.first_scheduled_s is None:
             seq.first_scheduled_s = step.started_s
-            seq.num_cached_tokens = lease.num_cached_tokens
+            seq.num_cached_tokens = view.num_computed_tokens  # found by the allocator, or kept for its session
+            step.num_started += 1
         self.state.move(seq, Status.RUNNING)
         self._builder.set_row(seq.row, seq.table)
 
@@ -320,6 +348,8 @@ class Engine:
             for finished in step.finished:
                 check_record(finished)
         self._num_steps += 1
+        if step.num_started:
+            self._commands.started(step.num_started, step.started_s)
         step.mark("commit")
         report = StepReport(
             step=step.number,

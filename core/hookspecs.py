@@ -18,11 +18,11 @@ A policy is an attrs class (``eq=False``, since pluggy compares plugins by equal
 
 One step, with the hooks it calls::
 
-    intake   reset_cache (when an operator asks), admit, release (aborts), requests_arrived
-    look     cached_tokens
+    intake   reset_cache (when an operator asks), predict_output, admit, release (aborts), requests_arrived
+    look     plan_idle, triage, cached_tokens
     plan     plan_step
     reserve  reserve                                   <-+
-    relieve  choose_victims, release (evictions)  -------+  until the plan fits
+    relieve  plan_idle, choose_victims, release (evictions)  -------+  until the plan fits
     pack, move, forward, sample                             (no hooks: the executor and the kernel that select_kernel chose)
     commit   reservations, commit, fork, release (finished), sequences_preempted, sequences_finished, step_finished
 """
@@ -38,6 +38,7 @@ from core.types import (
     EngineInfo,
     Eviction,
     Finished,
+    IdleChoice,
     Lease,
     Plan,
     Policy,
@@ -48,6 +49,7 @@ from core.types import (
     SequenceView,
     Shortfall,
     StepReport,
+    Triage,
     View,
 )
 
@@ -122,6 +124,35 @@ class StepSpec:
     one for the others; all allocator hooks come from one plugin. Listed observers may wrap them (``wrapper=True``)."""
 
     @hookspec(firstresult=True)
+    def predict_output(self, sequences: Sequence[SequenceView]) -> Sequence[int | None] | None:
+        """Say for each newly arrived sequence how many output tokens its whole answer will have.
+
+        Called once at intake with everything that arrived since the last step, before ``admit`` (group ``predictor``). Core keeps the
+        answer, cut to 1..``max_tokens``, as ``SequenceView.predicted_output_tokens``, where schedulers, admission and preemption
+        read it; None, and no provider, mean ``max_tokens``. A predictor that learns also implements ``sequences_finished``. Only one that
+        is named for it may read ``recorded_output_tokens``, which a live request does not have.
+        """
+
+    @hookspec(firstresult=True)
+    def triage(self, view: View) -> Triage | None:
+        """Refuse waiting sequences that are not worth starting any more, or send them to the back of the queue.
+
+        Called at look, once a step in which something waits (group ``admission``). Only waiting sequences without output may be named, each
+        once. A refused one ends with ``finish_reason="refused"`` and the reason given; a demoted one is from now on treated as if
+        it had arrived now (``SequenceView.demoted``), so it is still served. None: nothing changes.
+        """
+
+    @hookspec(firstresult=True)
+    def plan_idle(self, view: View) -> Sequence[IdleChoice] | None:
+        """Say what becomes of the KV of sessions that stall between two turns (``view.idle``): keep, swap or discard.
+
+        Called at look, once a step while any session idles, and again when a plan is short of blocks, with
+        ``view.blocks_missing`` above 0, before anything that runs is preempted. Sequences that are not named stay as they are, and so
+        does one that is to be swapped without room on the host; if after the second call nothing is free, core discards the one that is
+        idle longest. ``stall_s`` is the client's own guess, ``idle_since_s`` when the turn ended. Without a provider nothing is kept.
+        """
+
+    @hookspec(firstresult=True)
     def admit(self, sequences: Sequence[SequenceView]) -> Sequence[Refusal | None] | None:
         """Say for each newly arrived sequence whether it can ever be served: None, or a ``Refusal`` with the numbers.
 
@@ -143,7 +174,8 @@ class StepSpec:
         Called once a step when there is work. Pure: no allocation, no change to anything the scheduler does not own. Chunks may name
         running or waiting sequences, each at most once, with ``num_tokens >= 1``; together at most
         ``view.max_num_batched_tokens`` tokens, and at most ``view.max_num_seqs`` sequences running afterwards. ``may_preempt`` belongs on running
-        sequences; set on a newcomer it preempts for it, and the scheduler's docs must say so. An empty plan needs ``wait_until``.
+        sequences; set on a newcomer it preempts for its blocks and its row (so such newcomers may exceed the rows that are free), and the
+        scheduler's docs must say so. An empty plan needs ``wait_until``.
         """
 
     @hookspec(firstresult=True)
@@ -162,7 +194,8 @@ class StepSpec:
         """Choose running sequences to push out so that the plan fits.
 
         Called when the plan does not fit and every chunk left may preempt. Unplanned sequences first, then from the plan's end,
-        never one ahead of the first chunk that does not fit (``plan.chunks[shortfall.num_fitting]``). A victim's chunk leaves the
+        never one ahead of the first chunk that does not fit (``plan.chunks[shortfall.num_fitting]``) unless the eviction says
+        ``ahead`` and the policy's docs say why. ``shortfall.rows_missing`` asks for rows instead of blocks. A victim's chunk leaves the
         plan, which must keep at least one. ``SequenceView.private_blocks`` says what a victim would free; evictions that free nothing
         (drop no reference) and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running sequence, other than
         the plan's first, by recompute (counted ``forced``).
@@ -239,6 +272,17 @@ class EndSpec:
 
 SPECS = (DiscoverySpec, StartSpec, StepSpec, ObserverSpec, EndSpec)
 DECIDERS_REQUIRED = ("plan_step", "reserve", "release", "choose_victims")
-DECIDERS_OPTIONAL = ("admit", "cached_tokens", "commit", "fork", "reservations", "reset_cache", "prepare_model")
+DECIDERS_OPTIONAL = (
+    "predict_output",
+    "admit",
+    "plan_idle",
+    "triage",
+    "cached_tokens",
+    "commit",
+    "fork",
+    "reservations",
+    "reset_cache",
+    "prepare_model",
+)
 ALLOCATOR_HOOKS = ("admit", "cached_tokens", "reserve", "fork", "commit", "reservations", "reset_cache", "release")
 OBSERVER_HOOKS = ("requests_arrived", "sequences_preempted", "sequences_finished", "step_finished")

@@ -15,7 +15,7 @@ Sums are kept, not steps, so memory does not grow with a run's length (``Series`
     E2E  = t_n - arrival = TTFT + sum of its ITLs
 
 They are taken over sequences that ended with ``stop`` or ``length``. Percentiles interpolate linearly between the two
-nearest values (numpy's ``linear``). Means of the three TTFT terms add up to the mean TTFT; percentiles do not add up.
+nearest values (numpy's ``linear``). ``service`` (attainment and goodput by class and client) is core/service.py's. Means of the three TTFT terms add up to the mean TTFT; percentiles do not add up.
 
 **Counts.** A request counts once, by its parent branch: finished (stop, length), failed (error), refused or aborted.
 ``output_tokens`` are delivered tokens, also those of requests that were cut off; tokens computed again after a
@@ -47,6 +47,7 @@ from typing import Any
 import numpy as np
 
 from core.scratch import STAGES
+from core.service import Service
 from core.types import Finished, MemoryReport, StepReport
 
 PREEMPTION_KINDS = ("swap", "recompute", "turned", "forced")
@@ -121,6 +122,7 @@ class Metrics:
         self.copied_bytes = 0
         self.ttft, self.scheduling, self.queueing, self.prefill = Series(), Series(), Series(), Series()
         self.tpot, self.itl, self.e2e = Series(), Series(), Series()
+        self.service = Service(Series)
         self._start_s: float | None = None  # start of the first step that computed something
         self._step_s = 0.0  # start of the newest step
         self._end_s = 0.0  # end of the newest step
@@ -129,9 +131,10 @@ class Metrics:
         self._running_seconds = 0.0
         self._kv = _KvSums()
 
-    def count_refused(self, num_requests: int) -> None:
+    def count_refused(self, num_requests: int, service_class: str = "", client_id: str = "") -> None:
         """Count requests that got no sequence: refused at admission, or by ``Engine.submit``."""
         self.requests["refused"] += num_requests
+        self.service.count_refused(num_requests, service_class, client_id)
 
     def update(self, report: StepReport) -> None:
         """Take one step. Cost: a few microseconds, and about two for each sequence that finished in it."""
@@ -181,6 +184,7 @@ class Metrics:
             self.requests[outcome] += 1
         times = finished.token_times_s
         scheduled = finished.first_scheduled_s
+        self.service.add(finished, outcome)
         if outcome != "finished" or scheduled is None:
             return
         first, last, arrival = times[0], times[-1], finished.arrival_s
@@ -216,6 +220,7 @@ class Metrics:
             "tpot_s": self.tpot.spread(),
             "itl_s": self.itl.spread(),
             "e2e_s": self.e2e.spread(),
+            "service": self.service.summary(seconds),
             "concurrency": {
                 "mean": _ratio(self._running_seconds, seconds),
                 "peak": self._running_peak if self._start_s is not None else None,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
+from core.levels import ServiceLevels
 from core.types import Limits, ModelInfo, RequestError, SamplingParams
 
 MAX_STOPS = 4
@@ -89,3 +91,22 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, model: Model
     return check_params(
         params, vocab_size=model.vocab_size, max_model_len=limits.max_model_len, num_prompt_tokens=len(token_ids)
     )
+
+
+def check_labels(labels: Mapping[str, Any], levels: ServiceLevels, arrival_s: float) -> dict[str, Any]:
+    """Check the labels of a request that policies calculate with, and settle its targets by its service class.
+
+    A missing ``deadline_s`` is arrival + the class's ``ttft_s``; a missing ``tpot_s`` the class's. ``RequestError`` names the field.
+    """
+    labels = dict(labels)
+    if "priority" in labels:
+        _integer("priority", labels["priority"], -(2**31), 2**31 - 1, "a 32-bit integer")
+    for name, low_open in (("deadline_s", False), ("tpot_s", True), ("stall_s", False)):
+        if labels.get(name) is not None:
+            _number(name, labels[name], 0, 1e12, "a finite number of seconds", low_open=low_open)
+    level = levels.of(labels.get("service_class", ""))
+    if labels.get("deadline_s") is None and level.ttft_s is not None:
+        labels["deadline_s"] = arrival_s + level.ttft_s
+    if labels.get("tpot_s") is None:
+        labels["tpot_s"] = level.tpot_s
+    return labels

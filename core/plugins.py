@@ -52,6 +52,9 @@ class EngineHooks:
     """The chosen policies of one engine. Deciding hooks are attributes to call by keyword: ``hooks.plan_step(view=view)``."""
 
     admit: Callable[..., Any]
+    predict_output: Callable[..., Any]
+    triage: Callable[..., Any]
+    plan_idle: Callable[..., Any]
     cached_tokens: Callable[..., Any]
     plan_step: Callable[..., Any]
     reserve: Callable[..., Any]

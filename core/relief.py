@@ -14,6 +14,7 @@ from typing import Any
 import attrs
 
 from core.scratch import Step
+from core.sessions import Sessions
 from core.state import Sequence, State, Status
 from core.types import HOLE, Eviction, Lease, Plan, Preempted, Release, ReleaseReason, Shortfall
 
@@ -21,14 +22,14 @@ from core.types import HOLE, Eviction, Lease, Plan, Preempted, Release, ReleaseR
 class Relief:
     """Owns the loop between the allocator's ``reserve`` and the preemption policy's ``choose_victims``."""
 
-    def __init__(self, state: State, hooks: Any, fail: Callable[[Step, Sequence, str], None]):
-        self.state, self.hooks = state, hooks
+    def __init__(self, state: State, hooks: Any, fail: Callable[[Step, Sequence, str], None], sessions: Sessions):
+        self.state, self.hooks, self.sessions = state, hooks, sessions
         self._fail = fail  # ends one sequence with an error that is its own
 
-    def reserve(self, step: Step, plan: Plan) -> tuple[Plan, Seq[Lease]]:
+    def reserve(self, step: Step, plan: Plan, short_of_rows: bool = False) -> tuple[Plan, Seq[Lease]]:
         """The plan that fits and its leases. Bounded: every round shortens the plan or empties a table."""
         while plan.chunks:
-            answer = self.hooks.reserve(plan=plan, sequences=self.state.readonly_views)
+            answer = (self._rows_missing(plan) if short_of_rows else None) or self.hooks.reserve(plan=plan, sequences=self.state.readonly_views)
             step.mark("reserve")
             if not isinstance(answer, Shortfall):
                 if answer is None or len(answer) != len(plan.chunks):
@@ -41,6 +42,13 @@ class Relief:
             step.mark("relieve")
         return plan, ()
 
+    def _rows_missing(self, plan: Plan) -> Shortfall | None:
+        """Newcomers that may preempt can be more than there are rows: then somebody who runs has to go."""
+        state = self.state
+        free = state.limits.max_num_seqs - len(state.running)
+        new = [i for i, chunk in enumerate(plan.chunks) if state.sequences[chunk.sequence].status is not Status.RUNNING]
+        return Shortfall(new[free], 1, len(new) - free) if len(new) > free else None
+
     def _relieve(self, step: Step, plan: Plan, shortfall: Shortfall) -> Plan:
         chunks, fit = plan.chunks, shortfall.num_fitting
         keep = tuple([c for i, c in enumerate(chunks) if i < fit or c.may_preempt])
@@ -50,6 +58,8 @@ class Relief:
                 keep = chunks[:last] + chunks[last + 1 :]
         if keep and len(keep) < len(chunks):
             return attrs.evolve(plan, chunks=keep)
+        if not shortfall.rows_missing and self._take_parked(step, plan, shortfall):
+            return plan
         if not self.state.running:
             return self._unblock(step, plan, shortfall)
         if not keep:
@@ -59,6 +69,17 @@ class Relief:
                 "set may_preempt on the chunks of running sequences",
             )
         return self._preempt(step, plan, shortfall)
+
+    def _take_parked(self, step: Step, plan: Plan, shortfall: Shortfall) -> bool:
+        """What nobody computes gives way first: idle sessions, then waiting sequences that hold blocks, the newest first."""
+        if self.state.idle and self.sessions.make_room(step, shortfall.blocks_missing):
+            return True
+        planned = {chunk.sequence for chunk in plan.chunks}
+        parked = [seq for seq in self.state.parked.values() if seq.id not in planned]
+        if not parked:
+            return False
+        self._drop_kv(step, max(parked, key=lambda seq: seq.order), "turned")
+        return True
 
     def _preempt(self, step: Step, plan: Plan, shortfall: Shortfall) -> Plan:
         view = self.state.view
@@ -85,7 +106,7 @@ class Relief:
             seq = self.state.sequences.get(eviction.sequence)
             if seq is None or seq.status is not Status.RUNNING or eviction.kind not in ("swap", "recompute"):
                 raise self.hooks.policy_error("choose_victims", f"{eviction}: not a running sequence, or an unknown kind")
-            if eviction.sequence in fitting or eviction.sequence in seen:
+            if (eviction.sequence in fitting and not eviction.ahead) or eviction.sequence in seen:
                 raise self.hooks.policy_error(
                     "choose_victims", f"{eviction}: named twice, or ahead of the first chunk that does not fit ({shortfall})"
                 )
@@ -112,6 +133,11 @@ class Relief:
             if seq.device_blocks():
                 self._drop_kv(step, seq, "turned")
                 return plan
+        first = plan.chunks[0].sequence
+        held = [seq for seq in self.state.parked.values() if seq.id != first]
+        if held:
+            self._drop_kv(step, max(held, key=lambda seq: seq.order), "turned")
+            return plan
         chunk, pool = plan.chunks[0], self.state.pool
         seq = self.state.sequences[chunk.sequence]
         self._fail(
@@ -167,7 +193,10 @@ class Relief:
         seq.table.clear()
         seq.set_computed(0)
         self._release(seq, blocks, kind)
-        self.state.move(seq, Status.WAITING)
+        if seq.status is Status.WAITING:
+            self.state.set_where(seq, "none")
+        else:
+            self.state.move(seq, Status.WAITING)
 
     def _count(self, step: Step, seq: Sequence, kind: Any, num_blocks: int) -> None:
         step.preempted.append(Preempted(seq.id, kind, seq.view.num_computed_tokens, num_blocks))

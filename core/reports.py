@@ -108,6 +108,9 @@ class Finished:
     token_times_s: tuple[float, ...]  # when each output token was delivered
     finished_s: float
     num_preemptions: int = 0
+    service_class: str = ""
+    deadline_s: float | None = None  # when its first token was due
+    tpot_s: float | None = None  # its target for the mean time of a further token
 
     @property
     def ttft_s(self) -> float | None:

@@ -15,6 +15,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 RESULT_FILE = "result.json"
+MAX_ROWS = 20
+"""Classes and clients shown on the screen; the record has them all."""
 
 LATENCIES = (
     ("first token (TTFT)", ("ttft_s",)),
@@ -109,7 +111,32 @@ def table(record: Mapping[str, Any]) -> RenderableType:
         for key in path:
             spread = spread[key]
         latencies.add_row(label, *(_seconds(spread[column]) for column in ("mean", "p50", "p90", "p99")))
-    return Group(facts, "", latencies)
+    levels = _service_table(record["service"])
+    return Group(facts, "", latencies, *(("", levels) if levels is not None else ()))
+
+
+def _service_table(service: Mapping[str, Any]) -> Table | None:
+    """Attainment and goodput by class and by client; None where requests named neither."""
+    rows = [(f"class {name}", each) for name, each in service["classes"].items()]
+    rows += [(f"client {name}", each) for name, each in service["clients"].items()]
+    if not rows:
+        return None
+    title = "Service levels (met: TTFT and mean TPOT within their targets)"
+    shown = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    for column in ("met", "goodput", "tokens", "TTFT p90", "TPOT p90"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, each in rows[:MAX_ROWS]:
+        good = each["goodput_per_s"]
+        shown.add_row(
+            name[:24],
+            _percent(each["attainment"]),
+            "-" if good is None else f"{good:.3g}/s",
+            f"{each['output_tokens']:,}",
+            _seconds(each["ttft_s"]["p90"]),
+            _seconds(each["tpot_s"]["p90"]),
+        )
+    return shown
 
 
 def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -133,11 +160,20 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("KV reserved in use", f"{_percent(kv['used_of_reserved']['mean'])} of what requests had reserved"),
         ("Preempted", preempted),
+        *_service_fact(record["service"]),
     ]
     if prefix["hit_tokens"]:
         share = _percent(prefix["hit_tokens"] / prefix["query_tokens"])
         lines.append(("Prompt from cache", f"{prefix['hit_tokens']:,} of {prefix['query_tokens']:,} tokens ({share})"))
     return lines
+
+
+def _service_fact(service: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if service["attainment"] is None:
+        return []
+    good, tokens = service["goodput_per_s"] or 0.0, service["goodput_tokens_per_s"] or 0.0
+    text = f"{_percent(service['attainment'])} in time; goodput {good:.3g} answers/s, {tokens:,.1f} tokens/s"
+    return [("Service level", text)]
 
 
 def _shares(stage_seconds: Mapping[str, float]) -> str:

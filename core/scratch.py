@@ -26,6 +26,7 @@ class Step:
         "num_tokens",
         "num_sampled",
         "num_forked",
+        "num_started",
         "query_tokens",
         "hit_tokens",
         "seconds",
@@ -44,6 +45,7 @@ class Step:
         self.num_tokens = 0
         self.num_sampled = 0
         self.num_forked = 0  # branches that started from their parent's blocks
+        self.num_started = 0  # requests computed for the first time
         self.query_tokens = 0
         self.hit_tokens = 0
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)

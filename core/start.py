@@ -81,6 +81,7 @@ def _start(config: DictConfig, root: Root, executor: Any, hooks: EngineHooks, te
         tokenizer=executor.tokenizer,
         checks=root.checks,
         seed=root.seed,
+        levels=root.slo,
     )
     hooks.setup(
         EngineInfo(
@@ -107,7 +108,8 @@ def _build(config: DictConfig, root: Root, tell: Say) -> tuple[Any, EngineHooks]
     executor_name = option_name(config, "executor")
     executor = instantiate(config.executor, executor_name)
     chosen = [
-        _choose(config, config[kind], option_name(config, kind)) for kind in ("allocator", "scheduler", "preemption")
+        _choose(config, config[kind], option_name(config, kind))
+        for kind in ("allocator", "scheduler", "predictor", "admission", "preemption", "idle")
     ]
     if getattr(executor, "uses_kernels", "model" in config.executor):
         chosen += [one for kind in ("kernel", "linears") for one in _chain(config, kind, tell)]
@@ -203,18 +205,23 @@ def _limits(root: Root, model: ModelInfo, executor: Any) -> Limits:
         max_model_len=root.max_model_len or min(model.max_position, pool_tokens),
         max_num_seqs=root.max_num_seqs,
         max_num_batched_tokens=root.max_num_batched_tokens,
+        max_queue=root.max_queue,
     )
 
 
 def _cost(root: Root, model: ModelInfo, executor: Any) -> tuple[CostModel, dict[str, dict[str, Any]]]:
-    """The two rates, from config or measured, and a record of which is which."""
+    """The rates, from config or measured, and a record of which is which. Memory bandwidth only where the executor knows it."""
     given = {"link_bytes_per_s": root.cost.link_bytes_per_s, "prefill_flop_per_s": root.cost.prefill_flop_per_s}
     measured = executor.measure_cost() if None in given.values() else (0.0, 0.0)
     rates = {name: own if value is None else value for (name, value), own in zip(given.items(), measured, strict=True)}
     found = getattr(executor, "cost_source", "measured")  # a simulated machine knows its rates
     source = {name: found if value is None else "config" for name, value in given.items()}
     record = {name: {"value": rates[name], "from": source[name]} for name in given}
-    return CostModel.of(model, rates["link_bytes_per_s"], rates["prefill_flop_per_s"]), record
+    memory = root.cost.memory_bytes_per_s or getattr(executor, "memory_bytes_per_s", None)
+    if memory is not None:
+        own = "config" if root.cost.memory_bytes_per_s else "machine"
+        record["memory_bytes_per_s"] = {"value": memory, "from": own}
+    return CostModel.of(model, rates["link_bytes_per_s"], rates["prefill_flop_per_s"], memory), record
 
 
 # ------------------------------------------------------------------------------------------------ what was selected

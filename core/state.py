@@ -19,24 +19,38 @@ _put = object.__setattr__  # how core writes what is read-only to everyone else
 put_num_tokens = SequenceView.num_tokens.__set__  # type: ignore[attr-defined]  # the same by slot: every token needs them
 put_num_computed = SequenceView.num_computed_tokens.__set__  # type: ignore[attr-defined]
 _put_room = SequenceView._room.__set__  # type: ignore[attr-defined]
+_LABELS = (
+    "arrival_s",
+    "priority",
+    "client_id",
+    "session_id",
+    "cache_salt",
+    "service_class",
+    "deadline_s",
+    "tpot_s",
+    "stall_s",
+    "recorded_output_tokens",
+)
 
 
 class Status(Enum):
     WAITING = "waiting"  # nothing of it is on the device
     SWAPPED = "swapped"  # waiting, its KV in host memory
     RUNNING = "running"  # holds device blocks and a row
-    IDLE = "idle"  # between two turns of a session (session stalls); no policy uses it yet
+    IDLE = "idle"  # ended, its KV kept for its session's next turn; in no queue, and no work
     FINISHED = "finished"
 
 
 MOVES: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
-    Status.IDLE: frozenset(),
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.IDLE, Status.FINISHED}),
+    Status.IDLE: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 """The one status table: every change of status is a line of it."""
+
+_WHERE = {Status.RUNNING: "device", Status.IDLE: "device", Status.SWAPPED: "swap"}
 
 
 class Sequence:
@@ -98,10 +112,16 @@ class Sequence:
             "block_table": ReadOnlyList(self.table),
             "where": "none",
             "num_preemptions": 0,
+            "predicted_output_tokens": self.params.max_tokens,
+            "_times": self.times,
+            "idle_since_s": None,
+            "num_tokens_at_preemption": 0,
+            "queued_s": request.arrival_s,
+            "demoted": False,
             "_pool": pool,
             "_room": 0,
         }
-        for name in ("arrival_s", "priority", "client_id", "session_id", "cache_salt", "deadline_s", "recorded_output_tokens"):
+        for name in _LABELS:
             facts[name] = getattr(request, name)
         for name, value in facts.items():
             _put(view, name, value)
@@ -130,12 +150,24 @@ class Sequence:
         output = view.max_tokens if recorded is None else min(recorded, view.max_tokens)
         _put_room(view, min(len(self.table) * block_size, view.num_prompt_tokens + output - 1))
 
+    def set_predicted(self, num_tokens: int) -> None:
+        _put(self.view, "predicted_output_tokens", max(1, min(num_tokens, self.view.max_tokens)))
+
+    @property
+    def session(self) -> tuple[str, str, str]:
+        """Whose turn it is: only the same client, with the same salt, continues a session."""
+        return self.request.client_id, self.request.cache_salt, self.request.session_id
+
     def device_blocks(self) -> tuple[int, ...]:
         return tuple(b for b in self.table if b != HOLE)
 
 
 class State:
-    """Sequences by id, ``running`` and ``waiting`` in arrival order, and the rows that running sequences occupy."""
+    """Sequences by id, ``running`` and ``waiting`` in arrival order, and the rows that running sequences occupy.
+
+    ``sessions`` are the ended turns whose KV is kept, oldest first; ``parked`` the waiting sequences that hold device blocks as their own
+    (they continue such a turn).
+    """
 
     def __init__(self, limits: Limits, pool: BlockPool, cost: CostModel):
         self.sequences: dict[int, Sequence] = {}
@@ -145,6 +177,9 @@ class State:
         self.running_ids: set[int] = set()
         self.waiting: list[SequenceView] = []
         self.num_swapped = 0
+        self.sessions: dict[tuple[str, str, str], Sequence] = {}
+        self.idle: list[SequenceView] = []
+        self.parked: dict[int, Sequence] = {}
         self.pool = pool
         self.swap = BlockPool(limits.num_swap_blocks, limits.block_size)
         self.limits = limits
@@ -160,6 +195,7 @@ class State:
             "step": 0,
             "running": ReadOnlyList(self.running),
             "waiting": ReadOnlyList(self.waiting),
+            "idle": ReadOnlyList(self.idle),
             "cached_tokens": MappingProxyType(self.cached_tokens),
             "num_blocks": limits.num_blocks,
             "block_size": limits.block_size,
@@ -169,6 +205,9 @@ class State:
             "max_num_seqs": limits.max_num_seqs,
             "max_model_len": limits.max_model_len,
             "cost": cost,
+            "block_refs": ReadOnlyList(self.pool.refs),
+            "finds_prefixes": False,
+            "blocks_missing": 0,
         }
         for name, value in facts.items():
             _put(view, name, value)
@@ -179,6 +218,12 @@ class State:
         _put(self.view, "now", now)
         _put(self.view, "step", step)
         self.refresh_free()
+
+    def set_finds_prefixes(self, value: bool) -> None:
+        _put(self.view, "finds_prefixes", value)
+
+    def set_blocks_missing(self, num_blocks: int) -> None:
+        _put(self.view, "blocks_missing", num_blocks)
 
     def refresh_free(self) -> None:
         _put(self.view, "num_free_blocks", self.pool.num_free)
@@ -196,7 +241,14 @@ class State:
         del queue[index]
 
     def add(self, seq: Sequence) -> None:
-        """Take in a new sequence: it waits."""
+        """Take in a new sequence: it waits, with the KV it was given if it continues a session."""
+        if seq.host_blocks:
+            seq.status = Status.SWAPPED
+            self.num_swapped += 1
+            _put(seq.view, "where", "swap")
+        elif seq.table:
+            self.parked[seq.id] = seq
+            _put(seq.view, "where", "device")
         self.sequences[seq.id] = seq
         self.views[seq.id] = seq.view
         self.requests.setdefault(seq.request.id, set()).add(seq.id)
@@ -211,19 +263,51 @@ class State:
             self.running_ids.discard(seq.id)
             self._rows.append(seq.row)
             seq.row = -1
+        elif seq.status is Status.IDLE:
+            self._end_session(seq)
+            return
         elif to is not Status.WAITING:  # swapped -> waiting keeps its place
             self._take_out(self.waiting, seq)
+        if self.parked:
+            self.parked.pop(seq.id, None)
         if to is Status.RUNNING:
             seq.row = self._rows.pop()
             insort(self.running, seq.view, key=self._key)
             self.running_ids.add(seq.id)
-        elif seq.status is Status.RUNNING and to is not Status.FINISHED:
+        elif seq.status is Status.RUNNING and to in (Status.WAITING, Status.SWAPPED):
             insort(self.waiting, seq.view, key=self._key)
-        if to is Status.FINISHED:
+        if to in (Status.FINISHED, Status.IDLE):
             self._forget(seq)
         self.num_swapped += (to is Status.SWAPPED) - (seq.status is Status.SWAPPED)
         seq.status = to
-        _put(seq.view, "where", {Status.RUNNING: "device", Status.SWAPPED: "swap"}.get(to, "none"))
+        _put(seq.view, "where", _WHERE.get(to, "none"))
+
+    def begin_session(self, seq: Sequence, now: float) -> None:
+        """A running sequence has ended and keeps its KV; its session has none so far."""
+        self.move(seq, Status.IDLE)
+        _put(seq.view, "idle_since_s", now)
+        self.sessions[seq.session] = seq
+        self.idle.append(seq.view)
+
+    def _end_session(self, seq: Sequence) -> None:
+        del self.sessions[seq.session]
+        self.idle.remove(seq.view)
+        seq.status = Status.FINISHED
+        _put(seq.view, "where", "none")
+
+    def set_where(self, seq: Sequence, where: str) -> None:
+        """Where the KV of an idle or a parked sequence is now."""
+        _put(seq.view, "where", where)
+        if where != "device":
+            self.parked.pop(seq.id, None)
+
+    def demote(self, seq: Sequence, now: float) -> None:
+        """From now on as if it had arrived now: behind all that wait, ahead of all that come."""
+        self._take_out(self.waiting, seq)
+        seq.order = (now, seq.id)
+        _put(seq.view, "demoted", True)
+        _put(seq.view, "queued_s", now)
+        insort(self.waiting, seq.view, key=self._key)
 
     def _forget(self, seq: Sequence) -> None:
         del self.sequences[seq.id], self.views[seq.id]
@@ -234,6 +318,7 @@ class State:
 
     def count_preemption(self, seq: Sequence) -> None:
         _put(seq.view, "num_preemptions", seq.view.num_preemptions + 1)
+        _put(seq.view, "num_tokens_at_preemption", seq.view.num_tokens)
 
     def swapped(self) -> list[Sequence]:
         """Sequences whose KV is in host memory, in arrival order."""
@@ -244,20 +329,22 @@ class State:
     def check_owners(self) -> None:
         """Every block is held by exactly as many tables as its reference count says. O(blocks): ``checks=full`` and tests."""
         owners: dict[int, int] = {}
-        for seq in self.sequences.values():
+        everyone = [*self.sequences.values(), *self.sessions.values()]
+        for seq in everyone:
             for block in seq.device_blocks():
                 owners[block] = owners.get(block, 0) + 1
         held = {b: c for b, c in enumerate(self.pool.refs) if c}
         assert owners == held, f"block tables hold {owners}, the pool counts {held}"
         self.pool.check()
-        hosts = sorted(h for seq in self.sequences.values() for h in seq.host_blocks.values())
+        hosts = sorted(h for seq in everyone for h in seq.host_blocks.values())
         assert hosts == [h for h, c in enumerate(self.swap.refs) if c], f"swapped sequences hold host blocks {hosts}"
 
     def assert_idle(self) -> None:
         """Nothing leaks: raise ``AssertionError`` with the numbers unless an engine without work has given everything back."""
         assert not self.sequences and not self.views, f"{len(self.sequences)} sequences are left"
         assert not self.requests, f"requests {sorted(self.requests)} are left"
-        assert not self.running and not self.waiting, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        assert not self.sessions and not self.idle, f"{len(self.sessions)} sessions are kept"
+        assert not self.running and not self.waiting and not self.parked, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
         assert self.pool.num_free == self.pool.num_blocks, f"{self.pool.num_used} blocks are not free"
         assert self.swap.num_free == self.swap.num_blocks, f"{self.swap.num_used} host blocks are not free"
         assert len(self._rows) == self.limits.max_num_seqs, "batch rows are left occupied"

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "API_VERSION", "HOLE", "NO_CHANGE", "Batch", "CacheConfig", "Chunk", "ConfigError", "EngineInfo", "Eviction", "EvictionKind",
-    "FinishReason", "Finished", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Outputs", "Plan", "Policy",
-    "PolicyError", "Preempted", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request", "RequestError",
-    "SamplingBatch", "SamplingParams", "SequenceView", "Shortfall", "StepOutput", "StepReport", "TokenLogprobs", "View", "Where",
-    "one_token",
+    "FinishReason", "Finished", "IdleChoice", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Outputs", "Plan",
+    "Policy", "PolicyError", "Preempted", "QueueFull", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request",
+    "RequestError", "SamplingBatch", "SamplingParams", "SequenceView", "Shortfall", "StepOutput", "StepReport", "TokenLogprobs", "Triage",
+    "View", "Where", "one_token",
 ]  # fmt: skip
 
 API_VERSION = 1
@@ -57,6 +57,18 @@ class RequestError(QuireError, ValueError):
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class QueueFull(RequestError):
+    """As many requests wait as may (``max_queue``): come back later. Over HTTP a 429 with Retry-After."""
+
+    def __init__(self, num_waiting: int, max_queue: int, retry_after_s: float):
+        super().__init__(
+            f"{num_waiting} requests are waiting and max_queue is {max_queue}; try again in {retry_after_s:.0f} s"
+        )
+        self.num_waiting = num_waiting
+        self.max_queue = max_queue
+        self.retry_after_s = retry_after_s  # seconds until a place is expected to be free, at least 1
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -92,7 +104,10 @@ class Request:
     client_id: str = ""
     session_id: str = ""
     cache_salt: str = ""
-    deadline_s: float | None = None
+    service_class: str = ""  # names its service level (root group slo)
+    deadline_s: float | None = None  # when its first token is due, on the executor's clock
+    tpot_s: float | None = None  # most seconds a further token may take on average
+    stall_s: float | None = None  # its session says that it comes back about so many seconds after the end (a tool call)
     recorded_output_tokens: int | None = None  # replay: the length the trace says; policies named oracle may read it
     label: str = ""
 
@@ -112,7 +127,7 @@ class Chunk(NamedTuple):
 
     sequence: int  # id
     num_tokens: int  # to compute after a prefix hit, >= 1
-    may_preempt: bool = False  # True: others may be evicted for it (set on running sequences)
+    may_preempt: bool = False  # True: others may be evicted for it (set on running sequences; on a newcomer also for its row)
 
 
 @lru_cache(maxsize=4096)
@@ -161,18 +176,44 @@ NO_CHANGE = Lease()
 
 @attrs.frozen(slots=True)
 class Shortfall:
-    """The plan does not fit. The first ``num_fitting`` chunks would; ``blocks_missing`` >= 1 is a lower bound for the whole plan."""
+    """The plan does not fit. The first ``num_fitting`` chunks would; ``blocks_missing`` >= 1 is a lower bound for the whole plan.
+
+    ``rows_missing`` is core's own: so many newcomers that may preempt found ``max_num_seqs`` sequences running. Then
+    ``blocks_missing`` is 1, and so many running sequences have to go, whatever they hold.
+    """
 
     num_fitting: int
     blocks_missing: int
+    rows_missing: int = 0
 
 
 @attrs.frozen(slots=True)
 class Eviction:
-    """A running sequence to push out: its KV goes to host memory, or is dropped and computed again later."""
+    """A running sequence to push out: its KV goes to host memory, or is dropped and computed again later.
+
+    ``ahead`` says that the policy means to push out one that the scheduler wants more than the first that does not fit, which is
+    an error without it; the policy's docs must say so.
+    """
 
     sequence: int
     kind: EvictionKind
+    ahead: bool = False
+
+
+@attrs.frozen(slots=True)
+class Triage:
+    """What becomes of waiting sequences before the plan: some are refused, some lose their place in the queue."""
+
+    refused: tuple[tuple[int, str], ...] = ()  # (sequence id, reason that the client is told)
+    demoted: tuple[int, ...] = ()  # from now on as if they had arrived now
+
+
+@attrs.frozen(slots=True)
+class IdleChoice:
+    """What becomes of the KV of a session between two turns: it stays, goes to host memory, or is forgotten."""
+
+    sequence: int
+    kind: Literal["keep", "swap", "discard"]
 
 
 @attrs.frozen(slots=True)
@@ -292,6 +333,7 @@ class Limits:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_queue: int | None = None  # requests that may wait; None: no bound
 
 
 @attrs.frozen(slots=True, kw_only=True, eq=False)

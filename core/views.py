@@ -39,10 +39,19 @@ class SequenceView:
         "client_id",
         "session_id",
         "cache_salt",
-        "deadline_s",  # float | None
+        "service_class",  # str, names its service level
+        "deadline_s",  # float | None, when its first token is due
+        "tpot_s",  # float | None, its target for the mean time of a further token
+        "stall_s",  # float | None, its session comes back about so long after the end
+        "idle_since_s",  # float | None, when it ended, while its KV is kept for its session's next turn
+        "predicted_output_tokens",  # int in 1..max_tokens, what predictor= expects its whole answer to be
+        "num_tokens_at_preemption",  # int, num_tokens when it was last preempted; 0: never
+        "queued_s",  # float, its place in the queue: arrival, or when it was demoted
+        "demoted",  # bool, it lost its place in the queue (admission=deadline)
         "recorded_output_tokens",  # int | None
         "num_preemptions",  # int, so far
         "_pool",
+        "_times",  # list of float, when each output token was delivered
         "_room",  # int, tokens its blocks will hold when it ends, at most: for core's accounting
     )
 
@@ -63,10 +72,19 @@ class SequenceView:
         client_id: str
         session_id: str
         cache_salt: str
+        service_class: str
         deadline_s: float | None
+        tpot_s: float | None
+        stall_s: float | None
+        idle_since_s: float | None
+        predicted_output_tokens: int
+        num_tokens_at_preemption: int
+        queued_s: float
+        demoted: bool
         recorded_output_tokens: int | None
         num_preemptions: int
         _pool: BlockPool
+        _times: list[float]
         _room: int
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -80,6 +98,21 @@ class SequenceView:
     def num_missing_tokens(self) -> int:
         """Tokens still to compute before the next one can be sampled (1 while decoding)."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token was delivered."""
+        return self._times[0] if self._times else None
+
+    @property
+    def predicted_remaining_tokens(self) -> int:
+        """Output tokens still to come as far as was predicted; one that outlived its prediction is expected to go on as long again.
+
+        At least 1, and no more than ``max_tokens`` leaves.
+        """
+        done = self.num_tokens - self.num_prompt_tokens
+        left = self.predicted_output_tokens - done
+        return max(1, min(left if left > 0 else done, self.max_tokens - done))
 
     @property
     def private_blocks(self) -> int:
@@ -98,7 +131,8 @@ class View:
         "now",  # float, seconds on the executor's clock at the start of the step
         "step",  # int, number of this step
         "running",  # read-only list of SequenceView, in arrival order
-        "waiting",  # read-only list of SequenceView, in arrival order; where is "none" or "swap"
+        "waiting",  # read-only list of SequenceView, in arrival order; where is "none", "swap", or "device" (back from a stall)
+        "idle",  # read-only list of SequenceView: ended turns of sessions that will be back, the longest idle first
         "cached_tokens",  # Mapping sequence id -> leading tokens found in the cache; a bounded head of waiting, absent = 0
         "num_blocks",  # int, blocks in the pool
         "block_size",  # int, tokens
@@ -108,6 +142,9 @@ class View:
         "max_num_seqs",
         "max_model_len",
         "cost",  # CostModel: seconds to move or recompute
+        "block_refs",  # read-only list: how many sequences hold each block of the pool
+        "finds_prefixes",  # bool, the allocator finds computed tokens again that nobody holds
+        "blocks_missing",  # int, blocks that the plan is short of; 0 but in a plan_idle on shortage
     )
 
     if TYPE_CHECKING:
@@ -115,6 +152,7 @@ class View:
         step: int
         running: Sequence[SequenceView]
         waiting: Sequence[SequenceView]
+        idle: Sequence[SequenceView]
         cached_tokens: Mapping[int, int]
         num_blocks: int
         block_size: int
@@ -124,6 +162,9 @@ class View:
         max_num_seqs: int
         max_model_len: int
         cost: CostModel
+        block_refs: Sequence[int]
+        finds_prefixes: bool
+        blocks_missing: int
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a policy may not write View.{name}: return a decision instead, core acts on it")

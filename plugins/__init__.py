@@ -42,6 +42,27 @@ def provide_policies() -> list[Policy]:
         Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
+        Policy("scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"),
+        Policy("scheduler", "fcfs", "plugins.schedulers.fcfs.FcfsScheduler", "whole prompts first, in arrival order"),
+        Policy("scheduler", "priority", "plugins.schedulers.priority.PriorityScheduler", "the most important first"),
+        Policy("scheduler", "sjf", "plugins.schedulers.sjf.SjfScheduler", "the shortest predicted work first"),
+        Policy(
+            "scheduler",
+            "prefix_aware",
+            "plugins.schedulers.prefix_aware.PrefixAwareScheduler",
+            "the longest cached prefix first",
+        ),
+        Policy("scheduler", "fair", "plugins.schedulers.fair.FairScheduler", "the client served least first"),
+        Policy("scheduler", "slo", "plugins.schedulers.slo.SloScheduler", "deadlines first, batches that meet TPOT"),
+        Policy("predictor", "declared", "plugins.predictors.declared.Declared", "as long as the request allows"),
+        Policy("predictor", "oracle", "plugins.predictors.oracle.Oracle", "as long as the workload recorded"),
+        Policy("predictor", "quantile", "plugins.predictors.quantile.Quantile", "as long as recent answers were"),
+        Policy("admission", "open", "plugins.admission.open.Open", "whoever waits is served"),
+        Policy("admission", "deadline", "plugins.admission.deadline.Deadline", "what is late is refused or demoted"),
+        Policy("idle", "keep", "plugins.idle.keep.Keep", "a stalled session keeps its KV on the device"),
+        Policy("idle", "swap", "plugins.idle.swap.Swap", "a stalled session's KV moves to the host"),
+        Policy("idle", "discard", "plugins.idle.discard.Discard", "a stalled session's KV is given back"),
+        Policy("idle", "breakeven", "plugins.idle.breakeven.BreakEven", "keep, then whichever of the two is cheaper"),
         Policy(
             "preemption", "recompute", "plugins.preemption.recompute.Recompute", "drop the KV, compute it again later"
         ),
@@ -53,6 +74,7 @@ def provide_policies() -> list[Policy]:
         Policy(
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),
+        Policy("workload", "mix", "core.workloads.mix.Mix", "several workloads at once, with labels"),
         Policy("workload", "synthetic", "core.workloads.synthetic.Synthetic", "made-up requests of given lengths"),
         Policy("workload", "chat", "core.workloads.published.Published", "chat with published lengths"),
         Policy("workload", "code", "core.workloads.published.Published", "code completion with published lengths"),

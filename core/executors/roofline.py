@@ -116,6 +116,11 @@ class RooflineExecutor:
     def allocate(self, limits: Limits) -> None:
         """There is no KV to keep."""
 
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Bandwidth over all cards, for predictions of a step (core/cost.py)."""
+        return self._machine.bandwidth_bytes_per_s * self._shape.cards
+
     def measure_cost(self) -> tuple[float, float]:
         """Link and prefill rate of the machine, over all cards."""
         cards, machine = self._shape.cards, self._machine

@@ -188,12 +188,15 @@ class _Replay:
                 client_id=request.client_id,
                 session_id=request.session_id,
                 cache_salt=request.cache_salt,
+                service_class=request.service_class,
+                tpot_s=request.tpot_s,
+                stall_s=request.stall_s,
                 deadline_s=None if request.deadline_s is None else arrival_s + request.deadline_s,
                 recorded_output_tokens=request.recorded_output_tokens,
                 label=request.label,
             )
         except RequestError as error:
-            self.engine.metrics.count_refused(1)
+            self.engine.metrics.count_refused(1, request.service_class, request.client_id)
             self.first_error = self.first_error or f"refused: {error}"
             self.shown.ended()
         else:

@@ -22,7 +22,10 @@ class WorkloadRequest:
     client_id: str = ""
     session_id: str = ""
     cache_salt: str = ""
+    service_class: str = ""
     deadline_s: float | None = None  # seconds after its arrival
+    tpot_s: float | None = None
+    stall_s: float | None = None  # its session comes back so long after the end: the next turn of a tool call
     label: str = ""
     then: FollowUp | None = None  # the next request of its session; None: there is none
 

@@ -106,6 +106,7 @@ class Agent:
             arrival_s=arrival_s,
             recorded_output_tokens=num_output,
             session_id=f"agent-{session}",
+            stall_s=self._stall(session, step) if step + 1 < self.num_steps else None,  # its KV may be kept until then
             label=f"agent-{session} step {step}",
             then=then,
         )

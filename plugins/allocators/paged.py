@@ -23,6 +23,8 @@ class PagedAllocator:
     owner writes in place.
     """
 
+    extends_tables = True  # it goes on with a table that another sequence began (sessions: see core/sessions.py)
+
     _pool: BlockPool = attrs.field(init=False, default=None)
     _room: dict[int, int] = attrs.field(
         init=False, factory=dict

@@ -1,4 +1,8 @@
-"""``preemption=swap``: copy a victim's KV to host memory and back when there is room."""
+"""``preemption=swap``: copy a victim's KV to host memory and back when there is room.
+
+Who goes is ``choose``'s (plugins/preemption/victims.py); with anything but ``youngest`` an older request may be pushed out for a younger
+one. Source of the two kinds: Kwon et al., SOSP 2023.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,19 @@ import attrs
 
 from core.hookspecs import hookimpl
 from core.types import Eviction, Plan, Shortfall, View
-from plugins.preemption.victims import youngest_first
+from plugins.preemption.victims import choose_field, evictions, progress_field
 
 
 @attrs.define(eq=False)
 class Swap:
-    """The youngest sequences give way. Where swap space is full, core turns the newest of them to recompute (counted ``turned``).
+    """Blocks that others share stay on the device. Where swap space is full, core turns the newest to recompute (``turned``).
 
-    A sequence that owns no block alone is recomputed: swapping it would free nothing, shared blocks stay on the device.
+    A sequence that owns no block alone is recomputed: swapping it would free nothing.
     """
+
+    choose: str = choose_field()
+    min_progress: int = progress_field()
 
     @hookimpl
     def choose_victims(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
-        victims = youngest_first(view, plan, shortfall)
-        return tuple(Eviction(s.id, "swap" if s.private_blocks else "recompute") for s in victims) or None
+        return evictions(view, plan, shortfall, self.choose, self.min_progress, lambda s: "swap" if s.private_blocks else "recompute")

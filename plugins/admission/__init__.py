@@ -1,0 +1,1 @@
+"""What becomes of requests while they wait."""

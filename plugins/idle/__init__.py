@@ -1,0 +1,1 @@
+"""What becomes of the KV of a session between two turns."""
