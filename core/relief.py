@@ -102,9 +102,10 @@ class Relief:
         return attrs.evolve(plan, chunks=tuple([c for c in plan.chunks if c.sequence != newest.id]))
 
     def _unblock(self, step: Step, plan: Plan, shortfall: Shortfall) -> Plan:
-        """No victim is left. What fits goes on; swapped sequences give up the shared blocks they hold on the device; else the first
-        cannot be served."""
-        if shortfall.num_fitting:  # newcomers that may preempt, with nobody left to push out for them: they wait
+        """No victim is left: what does not fit waits. If nothing fits, swapped sequences give up the shared blocks they hold on the
+        device; else the first cannot be served.
+        """
+        if shortfall.num_fitting:
             return attrs.evolve(plan, chunks=plan.chunks[: shortfall.num_fitting])
         for seq in reversed(self.state.swapped()):
             if seq.device_blocks():

@@ -13,8 +13,7 @@ def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[Sequenc
     """
     planned = {chunk.sequence: chunk for chunk in plan.chunks}
     running = {sequence.id: sequence for sequence in view.running}
-    # one that frees nothing by itself (all its blocks are shared) is left alone: core refuses evictions that change nothing
-    unplanned = [s for s in reversed(view.running) if s.id not in planned and s.private_blocks]
+    unplanned = [s for s in reversed(view.running) if s.id not in planned]
     first_to_go = max(1, shortfall.num_fitting)  # the most wanted chunk stays, or the step would compute nothing
     behind = [running[c.sequence] for c in reversed(plan.chunks[first_to_go:]) if c.sequence in running]
     victims: list[SequenceView] = []
@@ -22,8 +21,10 @@ def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[Sequenc
     for sequence in unplanned + behind:
         if missing <= 0:
             break
-        victims.append(sequence)
-        missing -= sequence.private_blocks + _asked(sequence, planned.get(sequence.id), view.block_size)
+        gain = sequence.private_blocks + _asked(sequence, planned.get(sequence.id), view.block_size)
+        if gain or sequence.id in planned:  # not an unplanned branch whose blocks its siblings hold too
+            victims.append(sequence)
+            missing -= gain
     return victims
 
 

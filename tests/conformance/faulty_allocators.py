@@ -246,7 +246,8 @@ class Bare(Faulty):
 
 
 class TinyPrefix(PagedAllocator):
-    """Paged, and full blocks of earlier prompts are found again: the smallest allocator with ``cached_tokens``, right in every way."""
+    """Paged, and full blocks of earlier prompts are found again: the smallest allocator with ``cached_tokens``,
+    right in every way."""
 
     @hookimpl
     def setup(self, engine_info: Any) -> None:
