@@ -95,7 +95,7 @@ class KernelCases(Cases):
             new, keys = case.lengths[starts]
             raise AssertionError(
                 f"(new tokens, keys) {what}: {int(bad.any(-1).sum())} of {bad[..., 0].numel()} (token, head) rows are wrong, "
-                f"the first at packed token {token}, head {head} (sequence {starts} with {keys} keys, {new} of them new): it differs by "
+                f"the first at packed token {token}, head {head} (sequence {starts}, {keys} keys, {new} new): it differs by "
                 f"{float(difference[token, head].max()):.3g}, the tolerance is {tolerance}"
             )
 
