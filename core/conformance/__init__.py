@@ -31,7 +31,7 @@ CASES = {
     "KernelCases": "kernel",
 }
 
-__all__ = ["KINDS", *CASES]  # noqa: PLE0604
+__all__ = ["KINDS", *CASES]
 
 
 def __getattr__(name: str) -> Any:

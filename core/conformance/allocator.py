@@ -16,6 +16,7 @@ from core.conformance.subject import Subject
 from core.conformance.timing import Clock
 from core.conformance.toy import Served, Sizes, Work, serve, take_step
 from core.conformance.watch import Watch
+from core.plugins import HOOKS
 from core.types import ConfigError
 
 NUM_SEQUENCES = 200
@@ -31,15 +32,15 @@ class AllocatorCases(PolicyCases):
         return -(-work.num_tokens // sizes.block_size) * 4 > sizes.num_blocks
 
     def test_any_plan_any_company(self, subject: Subject) -> None:
-        """Whatever is planned, forked, aborted, swapped or dropped, in any order: no block has two owners unless counted, none is given
-        back twice or lost, a refused plan leaves no trace, and every KV entry is where its table says."""
+        """Whatever is planned, forked, aborted, swapped or dropped, in any order: no block has two owners unless
+        counted, none is given back twice or lost, a refused plan leaves no trace, and every KV entry is where its table says."""
         seen = run_machine(subject, self._may_refuse)
         assert seen, f"{subject.option} refused every pool size: {subject.facts.get('refused sizes')}"
         subject.note(", ".join(f"{name} {count}" for name, count in sorted(seen.items())))
 
     def test_same_tokens_as_alone(self, subject: Subject) -> None:
-        """With the shipped scheduler and each shipped preemption, however tight the pool, every request gets the tokens it gets alone, and
-        nothing is left behind."""
+        """With the shipped scheduler and each shipped preemption, however tight the pool, every request gets the
+        tokens it gets alone, and nothing is left behind."""
 
         def holds(contest: tuple[list[Work], Sizes], preemption: str) -> None:
             works, sizes = contest
@@ -55,7 +56,8 @@ class AllocatorCases(PolicyCases):
 
     @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 7, 16, 33, 256])
     def test_block_sizes(self, subject: Subject, block_size: int) -> None:
-        """Any block size from 1 to 256 works, not only powers of two, with prompts that end on, before and behind a block's edge."""
+        """Any block size from 1 to 256 works, not only powers of two, with prompts that end on, before and behind a
+        block's edge."""
         edges = [max(1, block_size + d) for d in (-1, 0, 1)] + [2 * block_size + d for d in (0, 1)]
         works = [
             Work(tuple(t % 300 for t in range(i, i + n)), 1 + 3 * i, seed=i, arrives=i) for i, n in enumerate(edges)
@@ -93,7 +95,8 @@ class AllocatorCases(PolicyCases):
             serve(engine, works).check_tokens(lambda work: self._may_refuse(work, sizes))
 
     def test_forked_branches(self, subject: Subject) -> None:
-        """n > 1: the branches start from one prompt and part; each gets its own tokens, and a shared block is copied before a write."""
+        """n > 1: the branches start from one prompt and part; each gets its own tokens, and a shared block is copied
+        before a write."""
         work = Work(PREFIXES[0][:14], 9, 0.9, seed=3, n=4)
         sizes = Sizes(block_size=4, num_blocks=64)
         engine = subject.engine(sizes)
@@ -135,10 +138,16 @@ class AllocatorCases(PolicyCases):
         assert 0 < again < 16, f"the same prompt of 16 tokens again: {again} tokens cached, expected 1 to 15"
         assert other == 0, f"the same prompt under another cache_salt: {other} tokens cached, expected none"
         subject.note(f"{again} of 16 tokens found again")
+        if "reset_cache" in HOOKS and engine.hooks.has("reset_cache"):
+            engine.reset_cache()  # type: ignore[attr-defined]
+            after = hit(work)
+            assert after == 0, f"after reset_cache {after} tokens of the prompt are still cached"
+            subject.note("reset_cache forgets them")
 
     @pytest.mark.parametrize("num_blocks", [2_000, 100_000])
     def test_time_per_call(self, subject: Subject, num_blocks: int) -> None:
-        """reserve, commit and release together stay under 2,000 µs a step at 200 running sequences, in a small and in a large pool."""
+        """reserve, commit and release together stay under 2,000 µs a step at 200 running sequences, in a small and
+        in a large pool."""
         hooks = ("cached_tokens", "reserve", "commit", "release")
         sizes = Sizes(
             block_size=16,

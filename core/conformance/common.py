@@ -28,9 +28,19 @@ class Refuse:
         if name.partition(".")[0] in {HEAVY!r}:
             raise ImportError(name + " was imported: policies must start without it")
 sys.meta_path.insert(0, Refuse())
-from core.api import build
-with build(json.loads(sys.argv[1])) as quire:
-    quire.generate([[1, 2, 3], [4] * 9], {{"max_tokens": 4, "temperature": 0}})
+from core.config import compose
+from core.start import start
+from core.types import SamplingParams
+engine = start(compose(json.loads(sys.argv[1]))).engine
+for prompt in ([1, 2, 3], [4] * 9):
+    engine.submit(prompt, SamplingParams(max_tokens=4, temperature=0), recorded_output_tokens=4)
+reasons = []
+while engine.has_work():
+    reasons += [out.finish_reason for out in engine.step().outputs if out.finish_reason]
+engine.assert_idle()
+engine.close()
+if reasons != ["length", "length"]:
+    raise SystemExit("two requests ended with " + str(reasons))
 """
 
 TRACE = """
@@ -89,7 +99,8 @@ def run_python(code: str, argument: Any, **environment: str) -> subprocess.Compl
 
 
 class Cases:
-    """Base of all cases. ``option`` (``"allocator=mine"``) and the other fields are for subclasses; by name they come from the command line."""
+    """Base of all cases. ``option`` (``"allocator=mine"``) and the other fields are for subclasses; by name they
+    come from the command line."""
 
     kind: ClassVar[str]
     option: ClassVar[str | None] = None
@@ -142,7 +153,8 @@ class PolicyCases(Cases):
     """What allocators, schedulers and preemption policies have in common."""
 
     def test_it_starts_without_torch(self, subject: Subject) -> None:
-        """Policies run on a simulated machine too: neither the plugin module nor the class may import torch, triton or transformers."""
+        """Policies run on a simulated machine too: neither the plugin module nor the class may import torch, triton
+        or transformers."""
         ended = run_python(
             NO_TORCH, subject.words("cache.num_blocks=64", "max_model_len=256", "max_num_batched_tokens=256")
         )
@@ -152,14 +164,16 @@ class PolicyCases(Cases):
         )
 
     def test_equal_runs_are_equal(self, subject: Subject) -> None:
-        """A run, another one, and the first again give the first's results twice: no state outside the object, no clock, no chance."""
+        """A run, another one, and the first again give the first's results twice: no state outside the object, no
+        clock, no chance."""
         first, _, again = trace_of(subject), trace_of(subject, fixed_works(6)[::-1]), trace_of(subject)
         for step, (one, two) in enumerate(zip(first, again, strict=False)):
             assert one == two, f"the same requests were served differently from step {step} on: first {one}, then {two}"
         assert len(first) == len(again), f"the same requests took {len(first)} steps, then {len(again)}"
 
     def test_results_do_not_depend_on_the_hash_seed(self, subject: Subject) -> None:
-        """Two processes with different PYTHONHASHSEED do the same: no decision hangs on the order of a set or of a dict of objects."""
+        """Two processes with different PYTHONHASHSEED do the same: no decision hangs on the order of a set or of a
+        dict of objects."""
         fields = ("kind", "name", "overrides", "config_dir", "trust")
         argument = {name: getattr(subject, name) for name in fields}
         ended = [run_python(TRACE, argument, PYTHONHASHSEED=seed) for seed in ("1", "2")]

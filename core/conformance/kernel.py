@@ -1,7 +1,8 @@
-"""What every attention kernel must do, against a slow reference in float32; ``python -m core.conformance --kernel NAME`` runs these.
+"""What every attention kernel must do, against a slow reference in float32; ``python -m core.conformance --kernel
+NAME`` runs these.
 
-Block tables are permuted, everything that may not be read is poisoned, and sizes do not fit the block. A case that the kernel refuses
-is fine if it says why; one that it takes must be right.
+Block tables are permuted, everything that may not be read is poisoned, and sizes do not fit the block. A case that
+the kernel refuses is fine if it says why; one that it takes must be right.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ TOLERANCE = {
     "cpu": {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2},
     "cuda": {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2},
 }
-"""Largest difference, absolute and relative, to the float32 reference on the same rounded inputs, which are averages of unit normals."""
+"""Largest difference, absolute and relative, to the float32 reference on the same rounded inputs, which are averages
+of unit normals."""
 SHAPE = {"block_size": 16, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 
 
@@ -92,8 +94,8 @@ class KernelCases(Cases):
             starts = np.searchsorted(case.batch.query_start, token, side="right") - 1
             new, keys = case.lengths[starts]
             raise AssertionError(
-                f"(new tokens, keys) {what}: {int(bad.any(-1).sum())} of {bad[..., 0].numel()} (token, head) rows are wrong, the first at "
-                f"packed token {token}, head {head} (sequence {starts} with {keys} keys, {new} of them new): it differs by "
+                f"(new tokens, keys) {what}: {int(bad.any(-1).sum())} of {bad[..., 0].numel()} (token, head) rows are wrong, "
+                f"the first at packed token {token}, head {head} (sequence {starts}, {keys} keys, {new} new): it differs by "
                 f"{float(difference[token, head].max()):.3g}, the tolerance is {tolerance}"
             )
 
@@ -185,8 +187,8 @@ class KernelCases(Cases):
     @pytest.mark.parametrize("layout", list(LAYOUTS))
     @pytest.mark.parametrize("phase", list(LENGTHS))
     def test_writes_its_slots_and_nothing_else(self, subject: Subject, phase: str, layout: str) -> None:
-        """K and V land in the slots of the batch; padding rows (slot -1) write nothing; every other number in the pool keeps its bits, those
-        of other layers included; the output of real rows is no NaN."""
+        """K and V land in the slots of the batch; padding rows (slot -1) write nothing; every other number in the
+        pool keeps its bits, those of other layers included; the output of real rows is no NaN."""
         options = {
             "block_size": 3,
             "num_heads": 4,
@@ -228,7 +230,8 @@ class KernelCases(Cases):
         self._compare(case, case.run(kernel), f"{lengths} with strided inputs")
 
     def test_one_batch_after_another(self, subject: Subject) -> None:
-        """A batch, a larger one, and the first again give the first's output twice, also when another engine's kernel runs between."""
+        """A batch, a larger one, and the first again give the first's output twice, also when another engine's
+        kernel runs between."""
         case, other = (Case(LENGTHS[p], **SHAPE, device=self._device(subject)) for p in ("decode", "mixed"))
         kernel, stranger = (
             self._select(subject, case, LENGTHS["decode"]),

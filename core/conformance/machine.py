@@ -100,7 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(_ready)
     @rule(seed=st.integers(0, 2**16), wild=st.sampled_from([0, 40]))
     def drain(self, seed: int, wild: int) -> None:
-        """Bring everything to its end, after ``wild`` more steps of any plan in order: nothing may be left, every answer must be right."""
+        """Bring everything to its end, after ``wild`` more steps of any plan in order: nothing may be left, every
+        answer must be right."""
         self.random.seed(seed)
         for step in range(STEP_CAP):
             if not self.engine.has_work():

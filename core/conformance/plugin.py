@@ -87,7 +87,7 @@ class Report:
     def __init__(self, config: pytest.Config, subjects: dict[str, Subject]):
         self.config, self.subjects = config, subjects
         self.own_lines = config.getoption(OWN_LINES)
-        self.cases: dict[str, tuple[str, str]] = {}  # node id -> title, what it protects
+        self.cases: dict[str, tuple[str, str, str]] = {}  # node id -> name, parameters, what it protects
         self.ended: dict[str, Any] = {}  # node id -> the report that counts
         self.known = dict(each.partition("=")[::2] for each in config.getoption("--known"))
 
@@ -101,8 +101,8 @@ class Report:
                 continue
             name = getattr(item, "originalname", item.name)
             brackets = item.name.removeprefix(name)
-            title = name.removeprefix("test_").replace("_", " ") + (f" {brackets}" if brackets else "")
-            self.cases[item.nodeid] = title, " ".join((inspect.getdoc(item.obj) or "").split())  # type: ignore[attr-defined]
+            protects = " ".join((inspect.getdoc(item.obj) or "").split())  # type: ignore[attr-defined]
+            self.cases[item.nodeid] = name.removeprefix("test_").replace("_", " "), brackets, protects
             for case in {name, name.removeprefix("test_")} & set(self.known):
                 used.add(case)
                 item.add_marker(pytest.mark.xfail(reason=self.known[case] or "declared with --known", strict=True))
@@ -126,8 +126,17 @@ class Report:
         if self.own_lines:
             self._write_line(report)
 
+    def _alike(self, nodes: list[str]) -> dict[tuple[str, str], list[str]]:
+        """Failed cases that differ only in their parameters, together."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for node in nodes:
+            name, _, protects = self.cases[node]
+            found.setdefault((name, protects), []).append(node)
+        return found
+
     def _write_line(self, report: Any) -> None:
-        title, _ = self.cases[report.nodeid]
+        name, parameters, _ = self.cases[report.nodeid]
+        title = f"{name} {parameters}".rstrip()
         word = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}[report.outcome]
         notes = [value for name, value in report.user_properties if name == "note"]
         if hasattr(report, "wasxfail"):
@@ -145,12 +154,11 @@ class Report:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         write = terminalreporter.write_line
         failed = [node for node, report in self.ended.items() if report.outcome == "failed"]
-        for node in failed:
-            title, protects = self.cases[node]
+        for (name, protects), nodes in self._alike(failed).items():
             write("")
-            write(f"FAILED: {title}", red=True, bold=True)
+            write(f"FAILED: {name} {' '.join(self.cases[node][1] for node in nodes)}".rstrip(), red=True, bold=True)
             write(f"  protects: {protects}")
-            for line in what_was_seen(self.ended[node]):
+            for line in what_was_seen(self.ended[nodes[0]]):
                 write(f"  {line}")
         passed = sum(1 for report in self.ended.values() if report.outcome == "passed")
         options = ", ".join(subject.option for subject in self.subjects.values())

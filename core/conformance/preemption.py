@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import attrs
 import pytest
-from hypothesis import strategies as st
 
 from core.conformance.common import PolicyCases
 from core.conformance.machine import run_machine
@@ -64,8 +63,8 @@ class Enough:
                 asked += self._asks(plan, planned, sequence)
         freed = sum(1 for block, count in held.items() if block != HOLE and count >= self.engine.pool.refs[block])
         assert freed + asked >= shortfall.blocks_missing, (
-            f"choose_victims named {len(named)} sequences that free {freed} blocks and ask for {asked} fewer; {shortfall.blocks_missing} are "
-            "missing and others may still be pushed out: name enough of them, or give None"
+            f"choose_victims named {len(named)} sequences that free {freed} blocks and ask for {asked} fewer; "
+            f"{shortfall.blocks_missing} are missing and others may still be pushed out: name enough of them, or give None"
         )
 
     def _asks(self, plan: Plan, planned: dict[int, int], sequence: Any) -> int:
@@ -80,8 +79,8 @@ class PreemptionCases(PolicyCases):
     kind: ClassVar[str] = "preemption"
 
     def test_same_tokens_as_alone(self, subject: Subject) -> None:
-        """However tight the pool and the swap space: victims are running sequences behind the first chunk that does not fit, enough of them,
-        each once, by a known kind; nothing spins, and every request gets the tokens it gets alone."""
+        """However tight the pool and the swap space: victims are running sequences behind the first chunk that does
+        not fit, enough of them, each once, by a known kind; nothing spins, and every request gets the tokens it gets alone."""
         seen: dict[str, int] = {}
 
         def holds(contest: tuple[list[Work], Sizes]) -> None:
@@ -106,7 +105,8 @@ class PreemptionCases(PolicyCases):
 
     @pytest.mark.parametrize("num_swap_blocks", [0, 1, 64])
     def test_one_sequence_that_fits_alone_always_ends(self, subject: Subject, num_swap_blocks: int) -> None:
-        """Progress: in a pool that holds exactly one of them, four requests end one after the other, with and without swap space."""
+        """Progress: in a pool that holds exactly one of them, four requests end one after the other, with and
+        without swap space."""
         works = [Work(tuple(range(i, i + 9)), 23, seed=i) for i in range(4)]
         sizes = Sizes(
             block_size=4, num_blocks=8, max_model_len=32, max_num_batched_tokens=16, num_swap_blocks=num_swap_blocks

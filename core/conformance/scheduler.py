@@ -22,7 +22,8 @@ LIMIT_US = 20_000.0
 STALL = 40
 """Most steps in which a running sequence may get no token while the pool has room for everyone."""
 FLOOD_STEPS, OLD_STEPS = 200, 20
-"""Starvation: requests arrive twice as fast as they can be served for 200 steps; those of the first 20 steps must have ended by then."""
+"""Starvation: requests arrive twice as fast as they can be served for 200 steps; those of the first 20 steps must
+have ended by then."""
 
 
 class PurePlan:
@@ -53,8 +54,8 @@ class SchedulerCases(PolicyCases):
     kind: ClassVar[str] = "scheduler"
 
     def test_same_tokens_as_alone(self, subject: Subject) -> None:
-        """However tight pool and budget are: plans stay within max_num_batched_tokens and max_num_seqs, name known sequences once, compute
-        something in every step, and every request gets the tokens it gets alone."""
+        """However tight pool and budget are: plans stay within max_num_batched_tokens and max_num_seqs, name known
+        sequences once, compute something in every step, and every request gets the tokens it gets alone."""
         whole = needs_whole_prefill(subject)
 
         def holds(contest: tuple[list[Work], Sizes], preemption: str) -> None:
@@ -74,7 +75,8 @@ class SchedulerCases(PolicyCases):
         subject.note(", ".join(f"{name} {count}" for name, count in sorted(seen.items())) or "nothing was preempted")
 
     def test_decodes_go_on(self, subject: Subject) -> None:
-        """While long prompts keep arriving and there is room for all, a running sequence waits at most 40 steps for its next token."""
+        """While long prompts keep arriving and there is room for all, a running sequence waits at most 40 steps for
+        its next token."""
         sizes = Sizes(block_size=4, num_blocks=1024, max_num_batched_tokens=64, max_num_seqs=8, max_model_len=64)
         engine = subject.engine(sizes)
         works = [Work(PREFIXES[i % 3][:4], 24, seed=i) for i in range(3)]
@@ -99,8 +101,9 @@ class SchedulerCases(PolicyCases):
         subject.note(f"at most {longest} steps without a token (limit {STALL})")
 
     def test_no_request_starves(self, subject: Subject) -> None:
-        """Requests arrive twice as fast as they can be served, for 200 steps: all that arrived in the first 20 have ended by then. A
-        scheduler that lets some wait on purpose says so in its docs and is run with --known no_request_starves=REASON."""
+        """Requests arrive twice as fast as they can be served, for 200 steps: all that arrived in the first 20 have
+        ended by then. A scheduler that lets some wait on purpose says so in its docs and is run with --known
+        no_request_starves=REASON."""
         sizes = Sizes(block_size=4, num_blocks=256, max_num_batched_tokens=32, max_num_seqs=8, max_model_len=32)
         engine = subject.engine(sizes)
         served, rng = Served([]), random.Random(0)
@@ -115,7 +118,7 @@ class SchedulerCases(PolicyCases):
         ended = len(served.reason)
         assert not left, (
             f"{len(left)} of the {2 * OLD_STEPS} requests that arrived in the first {OLD_STEPS} steps have not ended after "
-            f"{FLOOD_STEPS} steps, although {ended} requests have; the oldest of them arrived at step {served.works[left[0]].arrives}"
+            f"{FLOOD_STEPS} steps, although {ended} have; the oldest of them arrived at step {served.works[left[0]].arrives}"
         )
         subject.note(f"{ended} of {len(served.works)} ended, the first {2 * OLD_STEPS} among them")
 

@@ -95,7 +95,8 @@ class Subject:
     # ------------------------------------------------------------------------------------------- engines
 
     def engine(self, sizes: Sizes, *, checks: str = "full", **partners: Any) -> Engine:
-        """A toy engine around the subject. ``partners`` are option names or ready objects by kind. ConfigError: it refuses the sizes."""
+        """A toy engine around the subject. ``partners`` are option names or ready objects by kind. ConfigError: it
+        refuses the sizes."""
         chosen = []
         for kind in POLICIES:
             partner = partners.get(kind)
@@ -117,10 +118,11 @@ class Subject:
             tokenizer=executor.tokenizer, checks=checks,
         )  # fmt: skip
         swap = engine.state.swap
-        info = EngineInfo(
-            limits=limits, model=model, pool=pool, cost=cost, seed=0, num_free_swap_blocks=lambda: swap.num_free
-        )
-        hooks.setup(info)
+        known = {
+            "limits": limits, "model": model, "pool": pool, "cost": cost, "seed": 0,
+            "num_free_swap_blocks": lambda: swap.num_free, "swap": swap,
+        }  # fmt: skip
+        hooks.setup(EngineInfo(**{field.name: known[field.name] for field in attrs.fields(EngineInfo)}))
         return engine
 
     def refuses(self, sizes: Sizes) -> str | None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from core.blocks import BlockPool
 from core.engine import Engine
-from core.types import HOLE, Chunk, Lease, Plan, Shortfall
+from core.plugins import HOOKS
+from core.types import HOLE, Chunk, Lease, Move, Plan, Shortfall
 
 
 class Watch:
@@ -19,13 +22,14 @@ class Watch:
     def __init__(self, engine: Engine):
         self.engine, self.hooks, self.pool = engine, engine.hooks, engine.pool
         self.plugin = next(one.plugin for one in engine.hooks.chosen if one.kind == "allocator")
-        self.seen: dict[str, int] = dict.fromkeys(("shortfall", "hit", "shared", "copied"), 0)
+        self.seen: dict[str, int] = dict.fromkeys(("shortfall", "hit", "shared", "copied", "moved"), 0)
         self._calls: dict[str, Callable[..., Any]] = {}
-        self._salts: dict[int, str] = {}  # block -> cache_salt of the sequence that wrote it
+        self._salts: dict[int, str | None] = {}  # block -> cache_salt of the sequence that wrote it
+        self._host_salts: dict[int, str | None] = {}  # host block -> likewise
 
     def install(self) -> Watch:
-        for hook in ("cached_tokens", "reserve", "fork", "commit", "release"):
-            if self.hooks.has(hook):
+        for hook in ("cached_tokens", "reservations", "reserve", "fork", "commit", "release"):
+            if hook in HOOKS and self.hooks.has(hook):
                 self._calls[hook] = getattr(self.hooks, hook)
                 setattr(self.hooks, hook, getattr(self, f"_{hook}"))
         return self
@@ -67,9 +71,15 @@ class Watch:
         assert counts == again, f"cached_tokens gave {counts} and, asked again at once, {again}: it is only a look"
         for view, count in zip(sequences, counts or (), strict=False):
             assert 0 <= count < view.num_tokens, (
-                f"cached_tokens says {count} of {view.num_tokens} tokens of {view!r} are cached: at least one must be left to compute"
+                f"cached_tokens says {count} of {view.num_tokens} tokens of {view!r} are cached: one must be left to compute"
             )
         return counts
+
+    def _reservations(self, sequences: Any) -> Any:
+        before = self._state()
+        runs = self._calls["reservations"](sequences=sequences)
+        self._unchanged("reservations", before, "although it is only a look")
+        return runs
 
     def _reserve(self, plan: Plan, sequences: Any) -> Any:
         before, twin = self._state(), self._twin(sequences)
@@ -87,16 +97,24 @@ class Watch:
         self, plan: Plan, sequences: Any, leases: Sequence[Lease], before: list[int], tables: dict[int, list[int]]
     ) -> None:
         delta: dict[int, int] = {}
+        for move in (move for lease in leases for move in lease.moves):
+            self._follow(move)
         for chunk, lease in zip(plan.chunks, leases, strict=True):
             view, table = sequences[chunk.sequence], tables[chunk.sequence]
             for index, block in lease.blocks:
                 delta[block] = delta.get(block, 0) + 1
                 if index < len(table) and table[index] != HOLE:
                     delta[table[index]] = delta.get(table[index], 0) - 1
-            self.seen["copied"] += sum(1 for move in lease.moves if move.kind == "copy")
             if lease.num_cached_tokens:
                 self._check_hit(view, lease)
         self._changed_by("reserve", before, delta)
+
+    def _follow(self, move: Move) -> None:
+        """The salt of what a block holds moves with it."""
+        self.seen["copied" if move.kind == "copy" else "moved"] += 1
+        source = self._host_salts if move.kind == "swap_in" else self._salts
+        destination = self._host_salts if move.kind == "swap_out" else self._salts
+        destination[move.destination] = source.get(move.source)
 
     def _check_hit(self, view: Any, lease: Lease) -> None:
         """A hit stays within one cache_salt; whether its content is right, check_content sees after the step."""
@@ -145,21 +163,28 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------- a refusal leaves no trace
 
-    def _memo(self, sequences: Any, pool: Any = None) -> dict[int, Any]:
-        """What copies of a plugin share with it: sizes and live views; the pool only where each copy gets its own."""
+    def _memo(self, sequences: Any) -> dict[int, Any]:
+        """What copies of a plugin share with it: sizes and live views."""
         engine = self.engine
         memo = {id(kept): kept for kept in (engine.limits, engine.model, engine.cost, *sequences.values())}
         for handle in engine.state.sequences.values():
             memo |= {id(kept): kept for kept in (handle.view, handle.view.token_ids, handle.view.block_table)}
-        return memo | ({} if pool is None else {id(self.pool): pool})
+        return memo
 
-    def _twin(self, sequences: Any) -> Any:
-        """A copy of the plugin with a pool of its own; None where the plugin holds what cannot be copied (then only the pool is compared)."""
-        pool = copy.deepcopy(self.pool)
+    def _twin(self, sequences: Any, of: Any = None) -> Any:
+        """A copy of the plugin with pools of its own; None where it holds what cannot be copied (then only the pool
+        is compared)."""
+        plugin, *pools = of or (self.plugin, self.pool, self.engine.state.swap)
+        memo = self._memo(sequences)
+        copies = [object.__new__(BlockPool) for _ in pools]
+        memo |= {id(pool): new for pool, new in zip(pools, copies, strict=True)}
         try:
-            return clone(self.plugin, self._memo(sequences, pool)), pool
+            twin = clone(plugin, memo)
+            for pool, new in zip(pools, copies, strict=True):
+                copy_pool(pool, new, memo)
         except (TypeError, AttributeError, NotImplementedError, RecursionError):
             return None
+        return twin, *copies
 
     def _ask(self, twin: Any, chunks: tuple[Chunk, ...], sequences: Any) -> Any:
         impl = self.hooks.impls("reserve")[0][1]
@@ -172,13 +197,11 @@ class Watch:
             return
         probes = [plan.chunks[: shortfall.num_fitting], plan.chunks[:1], plan.chunks[-1:]]
         for chunks in filter(None, dict.fromkeys(probes)):
-            pool = copy.deepcopy(twin[1])
-            another = clone(twin[0], self._memo(sequences) | {id(twin[1]): pool}), pool
-            twins = self._twin(sequences), another
-            if twins[0] is None:
+            twins = self._twin(sequences), self._twin(sequences, twin)
+            if None in twins:
                 return
             asked, fresh = (self._ask(each, chunks, sequences) for each in twins)
-            pools = [(pool.refs, list(pool._free)) for _, pool in twins]
+            pools = [(pool.refs, list(pool._free)) for _, pool, _ in twins]
             assert asked == fresh and pools[0] == pools[1], (
                 f"reserve remembers a plan that it answered with {shortfall}: asked next for {chunks} it gives {asked}, "
                 f"one that was never asked gives {fresh} (its state must be untouched on Shortfall)"
@@ -188,8 +211,19 @@ class Watch:
             )
 
 
+def copy_pool(pool: BlockPool, new: BlockPool, memo: dict[int, Any]) -> None:
+    """Fill ``new`` with a deep copy of the pool's fields; a read-only window ``x`` on a dict ``_x`` is made anew."""
+    for name, value in vars(pool).items():
+        if not isinstance(value, MappingProxyType):
+            setattr(new, name, copy.deepcopy(value, memo))
+    for name, value in vars(pool).items():
+        if isinstance(value, MappingProxyType):
+            setattr(new, name, MappingProxyType(getattr(new, f"_{name}")))
+
+
 def clone(plugin: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a policy object, field by field: copy.deepcopy would lose what a subclass adds to an attrs class with slots."""
+    """A deep copy of a policy object, field by field: copy.deepcopy would lose what a subclass adds to an attrs
+    class with slots."""
     new = object.__new__(type(plugin))
     memo[id(plugin)] = new
     slots = [name for cls in type(plugin).__mro__ for name in getattr(cls, "__slots__", ())]

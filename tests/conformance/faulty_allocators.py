@@ -118,11 +118,13 @@ class RemembersShortfall(PagedAllocator):
         if isinstance(answer, Shortfall):
             self._stack.append(answer)
             return answer
-        return (
-            answer
-            if len(self._stack) % 2 == 0
-            else [attrs.evolve(lease, blocks=tuple(reversed(lease.blocks))) for lease in answer]
-        )
+        return [self.turned(lease) for lease in answer] if len(self._stack) % 2 else answer
+
+    @staticmethod
+    def turned(lease: Lease) -> Lease:
+        """The same blocks in another order."""
+        indices, blocks = zip(*lease.blocks, strict=True) if lease.blocks else ((), ())
+        return lease if lease.moves else attrs.evolve(lease, blocks=tuple(zip(indices, blocks[::-1], strict=True)))
 
 
 RemembersShortfall = attrs.define(eq=False)(RemembersShortfall)  # type: ignore[misc]
@@ -246,7 +248,8 @@ class Bare(Faulty):
 
 
 class TinyPrefix(PagedAllocator):
-    """Paged, and full blocks of earlier prompts are found again: the smallest allocator with ``cached_tokens``, right in every way."""
+    """Paged, and full blocks of earlier prompts are found again: the smallest allocator with ``cached_tokens``,
+    right in every way."""
 
     @hookimpl
     def setup(self, engine_info: Any) -> None:
