@@ -11,6 +11,7 @@ from core.blocks import BlockPool
 from core.cost import CostModel
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
+from core.levels import ServiceLevels
 from core.plugins import Chosen, EngineHooks
 from core.types import EngineInfo, Limits, Output, SamplingParams, StepReport
 from plugins.allocators.paged import PagedAllocator
@@ -37,6 +38,7 @@ class Work:
     stop: tuple[str, ...] = ()
     arrives: int = 0  # step before which it is submitted
     aborts: int | None = None  # step before which it is aborted
+    labels: dict[str, Any] = attrs.field(factory=dict)  # further fields of Request
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -56,6 +58,9 @@ def make_engine(
     scheduler: Any = None,
     preemption: Any = None,
     observers: Sequence[Any] = (),
+    policies: Sequence[Chosen] = (),  # of further kinds: chosen("predictor", ...)
+    max_queue: int | None = None,
+    levels: ServiceLevels | None = None,
     executor: ToyExecutor | None = None,
     link_bytes_per_s: float = 1e6,
     prefill_flop_per_s: float = 1e10,
@@ -71,12 +76,14 @@ def make_engine(
         max_model_len=max_model_len or min(model.max_position, num_blocks * block_size),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_queue=max_queue,
     )
     hooks = EngineHooks(
         [
             chosen("allocator", allocator or PagedAllocator()),
             chosen("scheduler", scheduler or ChunkedScheduler()),
             chosen("preemption", preemption or Recompute()),
+            *policies,
             *(chosen("observers", o) for o in observers),
         ]
     )
@@ -86,7 +93,7 @@ def make_engine(
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed))
     return Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks=checks, seed=seed,
+        tokenizer=executor.tokenizer, checks=checks, seed=seed, levels=levels,
     )  # fmt: skip
 
 
@@ -124,7 +131,7 @@ def run(engine: Engine, work: Sequence[Work], step_cap: int = STEP_CAP) -> Resul
     for step in range(step_cap):
         while pending and (work[pending[0]].arrives <= step or not engine.has_work()):
             i = pending.pop(0)
-            ids[i] = engine.submit(work[i].prompt, work[i].params())
+            ids[i] = engine.submit(work[i].prompt, work[i].params(), **work[i].labels)
             index[ids[i]] = i
         for i, request_id in ids.items():
             if work[i].aborts == step:
