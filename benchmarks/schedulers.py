@@ -186,11 +186,14 @@ EXPERIMENTS: dict[str, Callable[[range], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiments", nargs="*", choices=[*EXPERIMENTS, []], default=list(EXPERIMENTS))
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT", help=f"of {', '.join(EXPERIMENTS)}; none: all")
     parser.add_argument("--seeds", type=int, default=5)
     arguments = parser.parse_args()
+    unknown = set(arguments.experiments) - set(EXPERIMENTS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
     logging.disable(logging.WARNING)  # requests cut to max_model_len, refused ones: counted in the figures
-    for name in arguments.experiments:
+    for name in arguments.experiments or EXPERIMENTS:
         print(f"{name}: {(EXPERIMENTS[name].__doc__ or '').strip()}", flush=True)
         EXPERIMENTS[name](range(arguments.seeds))
 

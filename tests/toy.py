@@ -11,6 +11,7 @@ from core.blocks import BlockPool
 from core.cost import CostModel
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
+from core.levels import ServiceLevels
 from core.plugins import Chosen, EngineHooks
 from core.types import EngineInfo, Limits, Output, SamplingParams, StepReport
 from plugins.allocators.paged import PagedAllocator
@@ -40,6 +41,7 @@ class Work:
     recorded: int | None = None
     arrives: int = 0  # step before which it is submitted
     aborts: int | None = None  # step before which it is aborted
+    labels: dict[str, Any] = attrs.field(factory=dict)  # further fields of Request
 
     def params(self) -> SamplingParams:
         return SamplingParams(
@@ -59,6 +61,9 @@ def make_engine(
     scheduler: Any = None,
     preemption: Any = None,
     observers: Sequence[Any] = (),
+    policies: Sequence[Chosen] = (),  # of further kinds: chosen("predictor", ...)
+    max_queue: int | None = None,
+    levels: ServiceLevels | None = None,
     executor: ToyExecutor | None = None,
     link_bytes_per_s: float = 1e6,
     prefill_flop_per_s: float = 1e10,
@@ -74,12 +79,14 @@ def make_engine(
         max_model_len=max_model_len or min(model.max_position, num_blocks * block_size),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_queue=max_queue,
     )
     hooks = EngineHooks(
         [
             chosen("allocator", allocator or PagedAllocator()),
             chosen("scheduler", scheduler or ChunkedScheduler()),
             chosen("preemption", preemption or Recompute()),
+            *policies,
             *(chosen("observers", o) for o in observers),
         ]
     )
@@ -88,7 +95,7 @@ def make_engine(
     cost = CostModel.of(model, link_bytes_per_s, prefill_flop_per_s)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks=checks, seed=seed,
+        tokenizer=executor.tokenizer, checks=checks, seed=seed, levels=levels,
     )  # fmt: skip
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed, swap=engine.state.swap))
     return engine
@@ -147,7 +154,11 @@ def run(
         while pending and (work[pending[0]].arrives <= step or not engine.has_work()):
             i = pending.pop(0)
             ids[i] = engine.submit(
-                work[i].prompt, work[i].params(), cache_salt=work[i].salt, recorded_output_tokens=work[i].recorded
+                work[i].prompt,
+                work[i].params(),
+                cache_salt=work[i].salt,
+                recorded_output_tokens=work[i].recorded,
+                **work[i].labels,
             )
             index[ids[i]] = i
         for i, request_id in ids.items():

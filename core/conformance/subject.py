@@ -108,7 +108,7 @@ class Subject:
             )
         executor = WatchedToy(vocab_size=sizes.vocab_size, step_seconds=1.0)
         model = executor.load()
-        limits = Limits(**{field.name: getattr(sizes, field.name) for field in attrs.fields(Limits)})
+        limits = Limits(**{f.name: getattr(sizes, f.name) for f in attrs.fields(Limits) if hasattr(sizes, f.name)})
         hooks = EngineHooks(chosen)
         executor.allocate(limits)
         pool = BlockPool(limits.num_blocks, limits.block_size)

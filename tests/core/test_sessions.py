@@ -1,0 +1,207 @@
+"""Sessions that stall between two turns: what is kept, moved or forgotten, who continues it, and that nothing leaks or goes wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.types import Output, SamplingParams
+from plugins.idle.breakeven import BreakEven
+from plugins.idle.discard import Discard
+from plugins.idle.keep import Keep
+from plugins.idle.swap import Swap
+from tests.core.test_engine import PROPERTY
+from tests.toy import Work, alone, chosen, make_engine
+
+COUNTS = dict.fromkeys(("kept", "resumed", "swapped", "discarded"), 0)
+POLICIES = {"keep": Keep, "swap": Swap, "discard": Discard, "breakeven": BreakEven}
+
+
+def session_engine(policy: Any, **sizes: Any) -> Any:
+    return make_engine(policies=[chosen("idle", policy)], **sizes)
+
+
+def turn(engine: Any, prompt: list[int], max_tokens: int, **labels: Any) -> tuple[list[int], Output]:
+    """One request to its end: its tokens and its last output. What idles may go on idling."""
+    request = engine.submit(prompt, SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False), **labels)
+    tokens: list[int] = []
+    while True:
+        for output in engine.step().outputs:
+            if output.request_id == request:
+                tokens += output.token_ids
+                if output.finish_reason is not None:
+                    return tokens, output
+
+
+def drain(engine: Any) -> None:
+    engine.end_sessions()
+    engine.step()
+    engine.assert_idle()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_next_turn_continues_what_was_kept_and_its_answer_is_the_same(name: str) -> None:
+    engine = session_engine(POLICIES[name](), link_bytes_per_s=1e9)
+    first = list(range(13))
+    answer, _ = turn(engine, first, 6, session_id="s", stall_s=5.0)
+    for _ in range(3):  # somebody else is served meanwhile
+        turn(engine, [7, 7, 7], 4)
+    second = first + answer + [50, 51, 52]
+    again, last = turn(engine, second, 6, session_id="s")
+    assert again == alone(Work(tuple(second), 6))[0]
+    kept = 0 if name == "discard" else len(first) + len(answer) - 1  # the last token of an answer has no KV
+    assert last.num_cached_tokens == kept
+    assert engine.sessions.counts["resumed"] == (name != "discard")
+    assert engine.sessions.counts["swapped"] == (name == "swap")
+    drain(engine)
+
+
+def test_a_prompt_that_goes_another_way_shares_what_it_can() -> None:
+    for common in (0, 3, 4, 9):
+        engine = session_engine(Keep())
+        first = list(range(13))
+        turn(engine, first, 6, session_id="s", stall_s=5.0)
+        second = first[:common] + [90, 91, 92, 93]
+        again, last = turn(engine, second, 6, session_id="s")
+        assert again == alone(Work(tuple(second), 6))[0] and last.num_cached_tokens == common
+        drain(engine)
+
+
+@pytest.mark.parametrize("other", [{"client_id": "b"}, {"cache_salt": "x"}, {"session_id": "t"}])
+def test_nobody_else_continues_a_session(other: dict[str, str]) -> None:
+    engine = session_engine(Keep())
+    labels = {"session_id": "s", "client_id": "a", "cache_salt": ""}
+    turn(engine, list(range(13)), 6, **labels, stall_s=5.0)
+    _, last = turn(engine, list(range(13)), 6, **{**labels, **other})
+    assert last.num_cached_tokens == 0
+    drain(engine)
+
+
+@pytest.mark.parametrize("labels", [{}, {"session_id": "s"}, {"stall_s": 5.0}])
+def test_nothing_is_kept_for_those_who_do_not_say_that_they_come_back(labels: dict[str, Any]) -> None:
+    engine = session_engine(Keep())
+    turn(engine, list(range(13)), 6, **labels)
+    engine.assert_idle()
+
+
+def test_a_session_that_stays_away_is_forgotten() -> None:
+    engine = session_engine(Keep(patience=2.0))
+    turn(engine, list(range(13)), 6, session_id="s", stall_s=5.0)
+    assert engine.stats()["idle_sessions"] == 1
+    for _ in range(4):  # a step is a second
+        turn(engine, [1, 2], 3)
+    assert engine.stats()["idle_sessions"] == 0
+    engine.assert_idle()
+
+
+def test_what_runs_pushes_an_idle_session_out_before_anybody_is_preempted() -> None:
+    for policy in (Keep(), BreakEven()):
+        engine = session_engine(policy, num_blocks=16, max_model_len=64)
+        turn(engine, list(range(20)), 4, session_id="s", stall_s=50.0)
+        tokens, _ = turn(engine, list(range(30, 40)), 50)
+        assert tokens == alone(Work(tuple(range(30, 40)), 50))[0]
+        assert engine.metrics.preemptions == {"swap": 0, "recompute": 0, "turned": 0, "forced": 0}
+        assert engine.sessions.counts["discarded"] + engine.sessions.counts["swapped"] == 1
+        drain(engine)
+
+
+def test_breakeven_swaps_long_turns_and_discards_short_ones_when_memory_is_short() -> None:
+    rates = {"prefill_flop_per_s": 23072.0, "link_bytes_per_s": 16.0}  # equal at 24 tokens
+    for length, kind in ((8, "discarded"), (40, "swapped")):
+        engine = session_engine(BreakEven(), num_blocks=20, max_model_len=80, **rates)
+        turn(engine, list(range(length)), 4, session_id="s", stall_s=50.0)
+        assert engine.stats()["idle_sessions"] == 1, "while there is room it is kept"
+        turn(engine, list(range(100, 170)), 4)
+        assert engine.sessions.counts[kind] == 1
+        drain(engine)
+
+
+def test_an_abort_of_a_turn_that_holds_a_sessions_blocks_gives_them_back() -> None:
+    engine = session_engine(Keep(), max_num_seqs=1)
+    answer, _ = turn(engine, list(range(13)), 6, session_id="s", stall_s=5.0)
+    blocker = engine.submit([1, 2], SamplingParams(max_tokens=30, detokenize=False))
+    engine.step()
+    parked = engine.submit([*range(13), *answer, 1], SamplingParams(max_tokens=4, detokenize=False), session_id="s")
+    engine.step()
+    assert engine.state.parked and engine.state.waiting[0].where == "device"
+    engine.abort(parked)
+    engine.abort(blocker)
+    engine.step()
+    engine.assert_idle()
+
+
+def test_without_a_policy_or_with_an_allocator_that_cannot_extend_tables_nothing_is_kept() -> None:
+    from plugins.allocators.paged import PagedAllocator
+
+    class Rigid(PagedAllocator):
+        extends_tables = False
+
+    for engine in (make_engine(), session_engine(Keep(), allocator=Rigid())):
+        turn(engine, list(range(13)), 6, session_id="s", stall_s=5.0)
+        engine.assert_idle()
+
+
+@st.composite
+def plays(draw: st.DrawFn) -> tuple[list[tuple[int, int, int, bool]], dict[str, Any]]:
+    """Turns (session, new tokens, output tokens, waits for the one before) and sizes in which they compete."""
+    turns = draw(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 6), st.booleans()), min_size=2, max_size=10)
+    )
+    return turns, {
+        "block_size": draw(st.integers(1, 5)),
+        "num_swap_blocks": draw(st.sampled_from([0, 3, 60])),
+        "max_num_seqs": draw(st.integers(1, 4)),
+        "max_num_batched_tokens": draw(st.integers(2, 20)),
+        "policy": POLICIES[draw(st.sampled_from(sorted(POLICIES)))](),
+        "spare": draw(st.integers(0, 6)),
+        "link_bytes_per_s": draw(st.sampled_from([1e3, 1e9])),
+    }
+
+
+@PROPERTY
+@given(play=plays())
+def test_any_turns_in_any_company_give_the_tokens_they_give_alone(play: tuple[list[tuple[int, int, int, bool]], dict[str, Any]]) -> None:
+    """Whatever is kept, swapped, discarded, resumed in part, or pushed out again; with checks=full in every step."""
+    turns, options = play
+    policy, spare = options.pop("policy"), options.pop("spare")
+    longest = sum(new + out for _, new, out, _ in turns) + 1
+    blocks = -(-longest // options["block_size"]) + spare
+    engine = session_engine(policy, num_blocks=max(2, blocks), max_model_len=min(longest + 1, blocks * options["block_size"]), **options)
+    histories: dict[int, list[int]] = {}
+    expected: dict[int, tuple[list[int], list[int]]] = {}
+    got: dict[int, list[int]] = {}
+    for session, new, out, waits in turns:
+        prompt = histories.get(session, []) + [60 + session] * new
+        id = engine.submit(prompt, SamplingParams(max_tokens=out, temperature=0, detokenize=False), session_id=f"{session}", stall_s=2.0)
+        want = list(_alone(tuple(prompt), out))
+        expected[id], got[id] = (prompt, want), []
+        histories[session] = prompt + want
+        while waits and engine.has_work():
+            _step(engine, got)
+    while engine.has_work():
+        _step(engine, got)
+    assert {id: want for id, (_, want) in expected.items()} == got
+    drain(engine)
+    for event, count in engine.sessions.counts.items():
+        COUNTS[event] += count
+
+
+def test_the_property_above_saw_everything_that_can_happen_to_a_session() -> None:
+    assert min(COUNTS[event] for event in ("kept", "resumed", "swapped", "discarded")) > 20, COUNTS
+
+
+def _step(engine: Any, got: dict[int, list[int]]) -> None:
+    report = engine.step()
+    for output in report.outputs:
+        got[output.request_id] += output.token_ids
+    memory = report.memory
+    assert memory.reserved == memory.written + memory.to_write + memory.internal_waste and memory.internal_waste >= 0
+
+
+def _alone(prompt: tuple[int, ...], out: int, known: dict[Any, list[int]] = {}) -> list[int]:  # noqa: B006  # a cache
+    if (prompt, out) not in known:
+        known[prompt, out] = alone(Work(prompt, out))[0]
+    return known[prompt, out]
