@@ -40,9 +40,9 @@ class DoubleFree(PagedAllocator):
 
     @hookimpl
     def release(self, releases: Any) -> None:
-        for release in releases:
-            shared = [block for block in release.block_ids[-1:] if self._pool.refs[block] > 1]
-            self._pool.give([*release.block_ids, *shared])
+        shared = [block for r in releases for block in r.block_ids[-1:] if self._pool.refs[block] > 1]
+        PagedAllocator.release(self, releases)
+        self._pool.give(shared)
 
 
 class Leak(PagedAllocator):
@@ -50,8 +50,7 @@ class Leak(PagedAllocator):
 
     @hookimpl
     def release(self, releases: Any) -> None:
-        for release in releases:
-            self._pool.give(release.block_ids[1:])
+        PagedAllocator.release(self, [attrs.evolve(r, block_ids=r.block_ids[1:]) for r in releases])
 
 
 class LeakOnAbort(PagedAllocator):
@@ -59,9 +58,7 @@ class LeakOnAbort(PagedAllocator):
 
     @hookimpl
     def release(self, releases: Any) -> None:
-        for release in releases:
-            if release.reason != "abort":
-                self._pool.give(release.block_ids)
+        PagedAllocator.release(self, [r for r in releases if r.reason != "abort"])
 
 
 class NoCopy(Faulty):
