@@ -205,3 +205,22 @@ def test_our_own_conform(option: str) -> None:
 @pytest.mark.parametrize("option", OURS)
 def test_our_own_conform_in_full(option: str) -> None:
     _prove(option, "--examples", "300")
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_kit(tmp_path: Path) -> None:
+    """Installed from a wheel, away from the checkout, the kit finds its cases and its settings."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    sources = tmp_path / "sources"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    for name in filter(None, listed):
+        (sources / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources / name).write_bytes((ROOT / name).read_bytes())
+    flags = ["--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "install", *flags, "--target", str(tmp_path / "site"), str(sources)], check=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    words = [sys.executable, "-m", "core.conformance", "--allocator", "paged", "-k", "yaml or says or alone_in"]
+    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0 and "3 cases passed" in ended.stdout, ended.stdout + ended.stderr
