@@ -66,4 +66,4 @@ def test_the_kit_catches_a_yaml_that_is_not_the_class(yaml: str, message: str, t
 
 @pytest.mark.parametrize("case", cases_of(AllocatorCases))
 def test_a_right_allocator_that_shares_prefixes_passes(case: str, tmp_path: Path) -> None:
-    assert failure(AllocatorCases, subject_for(tmp_path, "allocator", f"{HERE}.TinyPrefix"), case) is None
+    assert failure(AllocatorCases, subject_for(tmp_path, "allocator", f"{HERE}.TinyPrefix", examples=25), case) is None

@@ -212,7 +212,9 @@ def test_the_wheel_carries_the_kit(tmp_path: Path) -> None:
     """Installed from a wheel, away from the checkout, the kit finds its cases and its settings."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     sources = tmp_path / "sources"
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     for name in filter(None, listed):
         (sources / name).parent.mkdir(parents=True, exist_ok=True)
         (sources / name).write_bytes((ROOT / name).read_bytes())
