@@ -1,12 +1,13 @@
-"""``scheduler=prefix_aware``: newcomers with the longest prefix in the cache first, before it is evicted, with a bound on being passed.
+"""``scheduler=prefix_aware``: newcomers with the longest prefix in the cache first, before it is evicted, with a bound on being
+passed.
 
 Sources: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024 (longest prefix match); the
 fairness bound after Cao et al., "Locality-aware Fair Scheduling in LLM Serving", 2025.
 
 Order: running sequences by arrival as in ``chunked`` (the youngest give way); newcomers by cached tokens (``view.cached_tokens``, a
-bounded head of the queue), then by arrival. Fairness: a request that ``max_passed`` later arrivals were started ahead of is not passed
-again: it starts within max_passed starts + T steps, T the tokens of all that had arrived before it. May preempt for a newcomer: never.
-Without an allocator that shares prefixes it is ``chunked``.
+bounded head of the queue), then by arrival. Fairness: a request that ``max_passed`` later arrivals were started ahead of is not
+passed again: it starts within max_passed starts + T steps, T the tokens of all that had arrived before it. May preempt for a
+newcomer: never. Without an allocator that shares prefixes it is ``chunked``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from plugins.schedulers.packing import Room, continue_running, in_order, start_w
 class PrefixAwareScheduler:
     """Remembers for each waiting request how many later ones were planned ahead of it."""
 
-    max_passed: int = attrs.field(default=32, validator=[attrs.validators.instance_of(int), attrs.validators.ge(0)])  # starts
+    max_passed: int = attrs.field(
+        default=32, validator=[attrs.validators.instance_of(int), attrs.validators.ge(0)]
+    )  # starts
     watermark: float = attrs.field(default=0.01, validator=[attrs.validators.ge(0), attrs.validators.lt(1)])
     max_chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))
     _passed: dict[int, int] = attrs.field(init=False, factory=dict)
