@@ -125,7 +125,7 @@ def goodput(seeds: range) -> None:
         "chunked, admission=deadline": ("scheduler=chunked", "admission=deadline"),
         "slo, admission=deadline": ("scheduler=slo", "admission=deadline"),
     }
-    for tpot in (0.02, 0.012):
+    for tpot in (0.02, 0.016):
         by = {name: [run("goodput", s, *words, f"slo.tpot_s={tpot}") for s in seeds] for name, words in cases.items()}
         good = {name: [record["service"]["goodput_per_s"] for record in records] for name, records in by.items()}
         for name, records in by.items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Plan, SequenceView, View
+from core.types import Chunk, Plan, SequenceView, View
 from plugins.schedulers.packing import Room, continue_running, in_order, start_waiting
 
 
@@ -38,28 +38,44 @@ class PrefixAwareScheduler:
             chunks += self._newcomers(view, room)
         return Plan(tuple(chunks))
 
-    def _newcomers(self, view: View, room: Room) -> list:
+    def _newcomers(self, view: View, room: Room) -> list[Chunk]:
         cached, passed = view.cached_tokens, self._passed
         if not cached:
             return start_waiting(room, view.waiting)
-
-        def order(sequence: SequenceView) -> float:
-            """One that was passed too often first, then by what is cached for it: computed (after a stall), or found."""
-            if passed.get(sequence.id, 0) >= self.max_passed:
-                return float("-inf")
-            return -float(sequence.num_computed_tokens or cached.get(sequence.id, 0))
-
         head = view.waiting[: view.max_num_seqs]  # what was looked up
-        new = start_waiting(room, in_order(head, order))
-        self._note({chunk.sequence for chunk in new}, head)
-        return new
+        place = {sequence.id: i for i, sequence in enumerate(head)}
+        # computed (a turn of a session), or found in the cache
+        best = in_order(head, lambda s: -float(s.num_computed_tokens or cached.get(s.id, 0)))
+        chunks: list[Chunk] = []
+        started: set[int] = set()
+        first = 0  # the oldest that was not started: passed at least as often as anybody behind it
+        while first < len(head):
+            ahead = sum(1 for chunk in chunks if place[chunk.sequence] > first)
+            if passed.get(head[first].id, 0) + ahead >= self.max_passed:
+                sequence = head[first]
+            else:
+                sequence = next(s for s in best if s.id not in started)
+            if not room.fits(sequence):
+                break
+            chunks.append(Chunk(sequence.id, room.take_new(sequence)))
+            started.add(sequence.id)
+            while first < len(head) and head[first].id in started:
+                first += 1
+        self._note(started, head)
+        return chunks
 
-    def _note(self, started: set[int], head: list[SequenceView]) -> None:
-        """Count for everyone the later arrivals that were started now, and forget whom nobody waits for."""
+    def _note(self, planned: set[int], head: list[SequenceView]) -> None:
+        """Count for everyone the later arrivals that were planned now, and forget whom nobody waits for.
+
+        A planned one may lose its chunk for lack of blocks and wait on: it keeps its count.
+        """
         later, passed = 0, {}
         for sequence in reversed(head):
-            if sequence.id in started:
+            count = self._passed.get(sequence.id, 0)
+            if sequence.id in planned:
                 later += 1
-            elif later or sequence.id in self._passed:
-                passed[sequence.id] = self._passed.get(sequence.id, 0) + later
+            else:
+                count += later
+            if count:
+                passed[sequence.id] = count
         self._passed = passed
