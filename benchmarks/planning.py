@@ -1,8 +1,9 @@
 """Microseconds that a scheduler takes to plan a step: ``python benchmarks/planning.py [--scheduler NAME ...]``.
 
-Two loads: 256 running and 1,000 waiting sequences, 32 and 100. Most of those that run decode, four are in the middle of their prompts,
-two rows are free and newcomers fit, so every scheduler also has to find whom to start. Clients, priorities, deadlines and predictions
-differ, so that every order has work to do. Best and median of many calls; the promise is about the median on an idle machine.
+Two loads: 256 running and 1,000 waiting sequences, 32 and 100. Most of those that run decode, four are in the middle of their
+prompts, two rows are free and newcomers fit, so every scheduler also has to find whom to start. Clients, priorities, deadlines
+and predictions differ, so that every order has work to do. Best and median of many calls; the promise is about the median on an
+idle machine.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ class CostModel:
 
     @classmethod
     def of(
-        cls, model: ModelInfo, link_bytes_per_s: float, prefill_flop_per_s: float, memory_bytes_per_s: float | None = None
+        cls,
+        model: ModelInfo,
+        link_bytes_per_s: float,
+        prefill_flop_per_s: float,
+        memory_bytes_per_s: float | None = None,
     ) -> CostModel:
         return cls(
             link_bytes_per_s=link_bytes_per_s,
@@ -76,7 +80,8 @@ class CostModel:
         return self.swap_s(min(sequence.private_blocks * block_size, sequence.num_computed_tokens))
 
     def recompute_of(self, sequence: SequenceView, view: View) -> float:
-        """``recompute_s`` of a sequence's computed tokens, less the leading ones in blocks that others keep, if they are found again."""
+        """``recompute_s`` of a sequence's computed tokens, less the leading ones in blocks that others keep, if they are found
+        again."""
         shared = 0
         if view.finds_prefixes:
             refs = view.block_refs

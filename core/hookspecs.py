@@ -127,19 +127,20 @@ class StepSpec:
     def predict_output(self, sequences: Sequence[SequenceView]) -> Sequence[int | None] | None:
         """Say for each newly arrived sequence how many output tokens its whole answer will have.
 
-        Called once at intake with everything that arrived since the last step, before ``admit`` (group ``predictor``). Core keeps the
-        answer, cut to 1..``max_tokens``, as ``SequenceView.predicted_output_tokens``, where schedulers, admission and preemption
-        read it; None, and no provider, mean ``max_tokens``. A predictor that learns also implements ``sequences_finished``. Only one that
-        is named for it may read ``recorded_output_tokens``, which a live request does not have.
+        Called once at intake with everything that arrived since the last step, before ``admit`` (group ``predictor``). Core
+        keeps the answer, cut to 1..``max_tokens``, as ``SequenceView.predicted_output_tokens``, where schedulers, admission and
+        preemption read it; None, and no provider, mean ``max_tokens``. A predictor that learns also implements
+        ``sequences_finished``. Only one that is named for it may read ``recorded_output_tokens``, which a live request does not
+        have.
         """
 
     @hookspec(firstresult=True)
     def triage(self, view: View) -> Triage | None:
         """Refuse waiting sequences that are not worth starting any more, or send them to the back of the queue.
 
-        Called at look, once a step in which something waits (group ``admission``). Only waiting sequences without output may be named, each
-        once. A refused one ends with ``finish_reason="refused"`` and the reason given; a demoted one is from now on treated as if
-        it had arrived now (``SequenceView.demoted``), so it is still served. None: nothing changes.
+        Called at look, once a step in which something waits (group ``admission``). Only waiting sequences without output may be
+        named, each once. A refused one ends with ``finish_reason="refused"`` and the reason given; a demoted one is from now on
+        treated as if it had arrived now (``SequenceView.demoted``), so it is still served. None: nothing changes.
         """
 
     @hookspec(firstresult=True)
@@ -147,9 +148,10 @@ class StepSpec:
         """Say what becomes of the KV of sessions that stall between two turns (``view.idle``): keep, swap or discard.
 
         Called at look, once a step while any session idles, and again when a plan is short of blocks, with
-        ``view.blocks_missing`` above 0, before anything that runs is preempted. Sequences that are not named stay as they are, and so
-        does one that is to be swapped without room on the host; if after the second call nothing is free, core discards the one that is
-        idle longest. ``stall_s`` is the client's own guess, ``idle_since_s`` when the turn ended. Without a provider nothing is kept.
+        ``view.blocks_missing`` above 0, before anything that runs is preempted. Sequences that are not named stay as they are,
+        and so does one that is to be swapped without room on the host; if after the second call nothing is free, core discards
+        the one that is idle longest. ``stall_s`` is the client's own guess, ``idle_since_s`` when the turn ended. Without a
+        provider nothing is kept.
         """
 
     @hookspec(firstresult=True)
@@ -171,11 +173,11 @@ class StepSpec:
     def plan_step(self, view: View) -> Plan:  # type: ignore[empty-body]
         """Say which tokens to compute in this step, most wanted first.
 
-        Called once a step when there is work. Pure: no allocation, no change to anything the scheduler does not own. Chunks may name
-        running or waiting sequences, each at most once, with ``num_tokens >= 1``; together at most
-        ``view.max_num_batched_tokens`` tokens, and at most ``view.max_num_seqs`` sequences running afterwards. ``may_preempt`` belongs on running
-        sequences; set on a newcomer it preempts for its blocks and its row (so such newcomers may exceed the rows that are free), and the
-        scheduler's docs must say so. An empty plan needs ``wait_until``.
+        Called once a step when there is work. Pure: no allocation, no change to anything the scheduler does not own. Chunks may
+        name running or waiting sequences, each at most once, with ``num_tokens >= 1``; together at most
+        ``view.max_num_batched_tokens`` tokens, and at most ``view.max_num_seqs`` sequences running afterwards. ``may_preempt``
+        belongs on running sequences; set on a newcomer it preempts for its blocks and its row (so such newcomers may exceed the
+        rows that are free), and the scheduler's docs must say so. An empty plan needs ``wait_until``.
         """
 
     @hookspec(firstresult=True)
@@ -195,10 +197,10 @@ class StepSpec:
 
         Called when the plan does not fit and every chunk left may preempt. Unplanned sequences first, then from the plan's end,
         never one ahead of the first chunk that does not fit (``plan.chunks[shortfall.num_fitting]``) unless the eviction says
-        ``ahead`` and the policy's docs say why. ``shortfall.rows_missing`` asks for rows instead of blocks. A victim's chunk leaves the
-        plan, which must keep at least one. ``SequenceView.private_blocks`` says what a victim would free; evictions that free nothing
-        (drop no reference) and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running sequence, other than
-        the plan's first, by recompute (counted ``forced``).
+        ``ahead`` and the policy's docs say why. ``shortfall.rows_missing`` asks for rows instead of blocks. A victim's chunk
+        leaves the plan, which must keep at least one. ``SequenceView.private_blocks`` says what a victim would free; evictions
+        that drop no reference and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running
+        sequence, other than the plan's first, by recompute (counted ``forced``).
         """
 
     @hookspec(firstresult=True)

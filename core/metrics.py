@@ -15,7 +15,8 @@ Sums are kept, not steps, so memory does not grow with a run's length (``Series`
     E2E  = t_n - arrival = TTFT + sum of its ITLs
 
 They are taken over sequences that ended with ``stop`` or ``length``. Percentiles interpolate linearly between the two
-nearest values (numpy's ``linear``). ``service`` (attainment and goodput by class and client) is core/service.py's. Means of the three TTFT terms add up to the mean TTFT; percentiles do not add up.
+nearest values (numpy's ``linear``). ``service`` (attainment and goodput by class and client) is core/service.py's. Means of the
+three TTFT terms add up to the mean TTFT; percentiles do not add up.
 
 **Counts.** A request counts once, by its parent branch: finished (stop, length), failed (error), refused or aborted.
 ``output_tokens`` are delivered tokens, also those of requests that were cut off; tokens computed again after a

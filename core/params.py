@@ -96,7 +96,8 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, model: Model
 def check_labels(labels: Mapping[str, Any], levels: ServiceLevels, arrival_s: float) -> dict[str, Any]:
     """Check the labels of a request that policies calculate with, and settle its targets by its service class.
 
-    A missing ``deadline_s`` is arrival + the class's ``ttft_s``; a missing ``tpot_s`` the class's. ``RequestError`` names the field.
+    A missing ``deadline_s`` is arrival + the class's ``ttft_s``; a missing ``tpot_s`` the class's. ``RequestError`` names the
+    field.
     """
     labels = dict(labels)
     if "priority" in labels:

@@ -1,14 +1,15 @@
 """Service levels as they were kept: attainment and goodput, of everybody, by class and by client.
 
-A sequence **meets** its level when it ended by itself, its first token came when it was due, and its further tokens were fast enough::
+A sequence **meets** its level when it ended by itself, its first token came when it was due, and its further tokens were fast
+enough::
 
     met        = finished  and  t_1 <= deadline  and  TPOT <= tpot_s         (a target that is None is met)
     attainment = met / (finished + failed + refused)                         None when nobody had a target
     goodput    = met / duration_s,  and  output tokens of those met / duration_s
 
 Refused requests count as missed: turning everyone away is no service. Aborted ones are left out: the client went away. TPOT is
-the mean over an answer, (t_n - t_1) / (n - 1), so a stall in one gap is seen in the ITL figures, not here. The definition is that of
-the serving benchmarks (requests per second that meet every target); "the highest rate at which 90 % do" is a sweep over it.
+the mean over an answer, (t_n - t_1) / (n - 1), so a stall in one gap is seen in the ITL figures, not here. The definition is
+that of the serving benchmarks (requests per second that meet every target); "the highest rate at which 90 % do" is a sweep over it.
 """
 
 from __future__ import annotations

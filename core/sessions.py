@@ -3,10 +3,10 @@
     running --end--> idle --next turn--> waiting, with the KV as its own (where: device or swap)
                        \\--discarded----> nothing, and the next turn computes its prompt
 
-A turn is kept when its request names a session and a stall, has one branch and ended by itself, a policy answers ``plan_idle``, and the
-allocator can go on with a table that another sequence began (``extends_tables``). The next turn of the session takes over as many tokens
-as its prompt shares with what was computed; one that shares none begins anew. Core holds the KV and does what ``plan_idle`` says;
-when the plan is short of blocks, what idles gives way before anything that runs.
+A turn is kept when its request names a session and a stall, has one branch and ended by itself, a policy answers ``plan_idle``,
+and the allocator can go on with a table that another sequence began (``extends_tables``). The next turn of the session takes
+over as many tokens as its prompt shares with what was computed; one that shares none begins anew. Core holds the KV and does
+what ``plan_idle`` says; when the plan is short of blocks, what idles gives way before anything that runs.
 """
 
 from __future__ import annotations
@@ -101,8 +101,14 @@ class Sessions:
     def _apply(self, step: Step, choices: Iterable[IdleChoice]) -> None:
         idle = {view.id for view in self.state.idle}
         for choice in choices:
-            if not isinstance(choice, IdleChoice) or choice.sequence not in idle or choice.kind not in ("keep", "swap", "discard"):
-                raise self.hooks.policy_error("plan_idle", f"{choice!r}: not an idle sequence, or none of keep, swap, discard")
+            if (
+                not isinstance(choice, IdleChoice)
+                or choice.sequence not in idle
+                or choice.kind not in ("keep", "swap", "discard")
+            ):
+                raise self.hooks.policy_error(
+                    "plan_idle", f"{choice!r}: not an idle sequence, or none of keep, swap, discard"
+                )
             seq = self._seq(choice.sequence)
             if choice.kind == "discard":
                 self.discard(step, seq)

@@ -165,8 +165,8 @@ class Sequence:
 class State:
     """Sequences by id, ``running`` and ``waiting`` in arrival order, and the rows that running sequences occupy.
 
-    ``sessions`` are the ended turns whose KV is kept, oldest first; ``parked`` the waiting sequences that hold device blocks as their own
-    (they continue such a turn).
+    ``sessions`` are the ended turns whose KV is kept, oldest first; ``parked`` the waiting sequences that hold device blocks as
+    their own (they continue such a turn).
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, cost: CostModel):

@@ -1,6 +1,7 @@
 """What happens to requests before they run: predicted once, triaged while they wait, and turned away when too many do.
 
-All three are answers of plugins (``predict_output``, ``triage``) or of the operator (``max_queue``); this module asks, checks and acts.
+All three are answers of plugins (``predict_output``, ``triage``) or of the operator (``max_queue``); this module asks, checks
+and acts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def predict(hooks: Any, new: Seq[Sequence]) -> None:
     if answer is None:
         return
     if len(answer) != len(new) or not all(p is None or (isinstance(p, int) and p >= 1) for p in answer):
-        raise hooks.policy_error("predict_output", f"gave {answer!r} for {len(new)} sequences: None or tokens >= 1 for each")
+        raise hooks.policy_error(
+            "predict_output", f"gave {answer!r} for {len(new)} sequences: None or tokens >= 1 for each"
+        )
     for seq, tokens in zip(new, answer, strict=True):
         if tokens is not None:
             seq.set_predicted(tokens)
@@ -85,7 +88,9 @@ def triage(step: Step, state: State, hooks: Any, refuse: Callable[[Step, list[tu
     for id in named:
         seq = state.sequences.get(id)
         if seq is None or seq.status not in (Status.WAITING, Status.SWAPPED) or seq.times:
-            raise hooks.policy_error("triage", f"names {id}: only a waiting sequence without an answer can be refused or demoted")
+            raise hooks.policy_error(
+                "triage", f"names {id}: only a waiting sequence without an answer can be refused or demoted"
+            )
     if len(set(named)) != len(named):
         raise hooks.policy_error("triage", f"names a sequence twice: {named}")
     for id in answer.demoted:

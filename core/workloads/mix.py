@@ -4,7 +4,8 @@
       chat:  {workload: {_target_: core.workloads.synthetic.Synthetic, ...}, service_class: chat, client_id: ann}
       batch: {workload: {...}, priority: 2, client_id: bob, start_s: 10}
 
-Requests are merged by arrival; a part without arrival times (closed loop) is refused, since nobody would know when its requests come.
+Requests are merged by arrival; a part without arrival times (closed loop) is refused, since nobody would know when its requests
+come.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def _check(instance: object, attribute: attrs.Attribute, parts: dict[str, dict[s
             raise ConfigError(f"workload.parts.{name}: it needs workload, a node with _target_")
         unknown = sorted(set(part) - {"workload", "start_s", *LABELS})
         if unknown:
-            raise ConfigError(f"workload.parts.{name}.{unknown[0]}: no such field; allowed: workload, start_s, {', '.join(LABELS)}")
+            raise ConfigError(
+                f"workload.parts.{name}.{unknown[0]}: no such field; allowed: workload, start_s, {', '.join(LABELS)}"
+            )
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -49,7 +52,9 @@ class Mix:
     def requests(self, vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:
         """All parts' requests in order of arrival."""
         if not self.parts:
-            raise ConfigError("workload.parts is empty: give it name -> {workload, labels}, as the files in conf/experiment do")
+            raise ConfigError(
+                "workload.parts is empty: give it name -> {workload, labels}, as the files in conf/experiment do"
+            )
         streams = [self._part(name, part, vocab_size, max_model_len) for name, part in self.parts.items()]
         return heapq.merge(*streams, key=lambda request: request.arrival_s)
 
@@ -60,5 +65,7 @@ class Mix:
         labels.setdefault("label", name)
         for request in workload.requests(vocab_size, max_model_len):
             if request.arrival_s is None:
-                raise ConfigError(f"workload.parts.{name}: its requests have no arrival times; use poisson, gamma or burst arrivals")
+                raise ConfigError(
+                    f"workload.parts.{name}: its requests have no arrival times; use poisson, gamma or burst arrivals"
+                )
             yield attrs.evolve(request, arrival_s=request.arrival_s + part.get("start_s", 0.0), **labels)

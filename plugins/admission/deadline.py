@@ -1,9 +1,10 @@
-"""``admission=deadline``: a request whose first token can no longer come in time is refused, or demoted, instead of making others late.
+"""``admission=deadline``: a request whose first token can no longer come in time is refused, or demoted, instead of making
+others late.
 
-A request's target is its own ``deadline_s`` or its class's ``slo`` target; without one it is left alone. Late is judged by arithmetic
-on the clock and the cost model: ``now`` + the seconds of its prefill (less what the cache holds) > ``deadline_s``. With ``patience`` the
-queue ahead is counted too: a request is judged as if it started only after the prefills and answers (by ``predictor``) of that share
-of the work ahead of it had run. 0, the default, waits and sees.
+A request's target is its own ``deadline_s`` or its class's ``slo`` target; without one it is left alone. Late is judged by
+arithmetic on the clock and the cost model: ``now`` + the seconds of its prefill (less what the cache holds) > ``deadline_s``.
+With ``patience`` the queue ahead is counted too: a request is judged as if it started only after the prefills and answers (by
+``predictor``) of that share of the work ahead of it had run. 0, the default, waits and sees.
 
 Refusing late requests early is the admission control of real-time systems; for language models see e.g. Mooncake's early rejection
 (Qin et al., FAST 2025).

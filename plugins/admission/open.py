@@ -1,4 +1,5 @@
-"""``admission=open``: whoever waits is served, in the end. What can never fit is refused by core, and ``max_queue`` bounds the queue."""
+"""``admission=open``: whoever waits is served, in the end. What can never fit is refused by core, and ``max_queue`` bounds the
+queue."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``idle=breakeven``: keep a stalled session's KV while nobody needs its blocks; then swap or discard it, whichever costs less.
 
-The choice is preemption's: seconds to move its own blocks out and in again against seconds to compute its tokens again when it comes
-back (core/cost.py). While memory is not short both cost more than keeping, which costs nothing. Short is it when fewer than
+The choice is preemption's: seconds to move its own blocks out and in again against seconds to compute its tokens again when it
+comes back (core/cost.py). While memory is not short both cost more than keeping, which costs nothing. Short is it when fewer than
 ``watermark`` of the pool's blocks are free, when the first that waits does not fit, or when core says that a plan is short.
 
 Source of the question: Abhyankar et al., "InferCept: Efficient Intercept Support for Augmented LLM Inference", ICML 2024.
@@ -49,7 +49,9 @@ class BreakEven:
         wanted = int(self.watermark * view.num_blocks)
         if view.waiting and len(view.running) < view.max_num_seqs:
             first = view.waiting[0]
-            wanted += -(-first.num_tokens // view.block_size) - (len(first.block_table) if first.where == "device" else 0)
+            wanted += -(-first.num_tokens // view.block_size) - (
+                len(first.block_table) if first.where == "device" else 0
+            )
         return wanted - view.num_free_blocks
 
     @staticmethod

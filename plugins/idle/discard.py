@@ -1,5 +1,5 @@
-"""``idle=discard``: a stalled session's KV is given back at once; its next turn computes its prompt again, but for what a prefix cache
-still holds."""
+"""``idle=discard``: a stalled session's KV is given back at once; its next turn computes its prompt again, but for what a
+prefix cache still holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``predictor=declared``: an answer is expected to be as long as its request allows (``max_tokens``): an upper bound, never too short."""
+"""``predictor=declared``: an answer is expected to be as long as its request allows (``max_tokens``): an upper bound, never too
+short."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``predictor=oracle``: the length that the workload recorded: what no live server can know, and the best a predictor could do.
 
-``error`` makes it wrong on purpose, to see what a wrong prediction costs: the recorded length times exp(normal(0, error)), the same for
-the same seed and request.
+``error`` makes it wrong on purpose, to see what a wrong prediction costs: the recorded length times exp(normal(0, error)), the
+same for the same seed and request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""``predictor=quantile``: as long as a share ``q`` of the recent answers to prompts of about this length were. Learns while it serves.
+"""``predictor=quantile``: as long as a share ``q`` of the recent answers to prompts of about this length were. Learns while it
+serves.
 
 The idea of predicting from a window of observed lengths: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees",
 ASPLOS 2025; here one window for each power of two of the prompt length (and client, with ``by_client``).
@@ -22,8 +23,12 @@ class Quantile:
     """Before ``min_seen`` answers of its kind have ended, a request is expected to use its ``max_tokens``."""
 
     q: float = attrs.field(default=0.5, validator=[attrs.validators.gt(0), attrs.validators.lt(1)])
-    window: int = attrs.field(default=256, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)])  # answers
-    min_seen: int = attrs.field(default=8, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)])  # answers
+    window: int = attrs.field(
+        default=256, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)]
+    )  # answers
+    min_seen: int = attrs.field(
+        default=8, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1)]
+    )  # answers
     by_client: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     _seen: dict[tuple[int, str], deque[int]] = attrs.field(init=False, factory=dict)
 

@@ -1,9 +1,10 @@
 """``preemption=breakeven``: for each victim the cheaper of swap and recompute, by its length and the machine's measured rates.
 
-Swap copies only blocks that the victim alone owns, out and in again; recompute runs its computed tokens through the model again, less
-those that a prefix cache is sure to hold, with an attention term that grows with the square of the length. Where the link is fast
-enough swap always wins, where it is slow recompute wins up to the crossover length: see core/cost.py. Who goes is ``choose``'s
-(plugins/preemption/victims.py); with anything but ``youngest`` an older request may be pushed out for a younger one.
+Swap copies only blocks that the victim alone owns, out and in again; recompute runs its computed tokens through the model
+again, less those that a prefix cache is sure to hold, with an attention term that grows with the square of the length. Where
+the link is fast enough swap always wins, where it is slow recompute wins up to the crossover length: see core/cost.py. Who goes
+is ``choose``'s (plugins/preemption/victims.py); with anything but ``youngest`` an older request may be pushed out for a younger
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``preemption=recompute``: drop a victim's KV and compute it again when there is room.
 
-Who goes is ``choose``'s (plugins/preemption/victims.py); with anything but ``youngest`` an older request may be pushed out for a younger
-one. Source of the two kinds: Kwon et al., SOSP 2023.
+Who goes is ``choose``'s (plugins/preemption/victims.py); with anything but ``youngest`` an older request may be pushed out for
+a younger one. Source of the two kinds: Kwon et al., SOSP 2023.
 """
 
 from __future__ import annotations

@@ -9,11 +9,12 @@ Candidates are those that the plan leaves out, then those in it behind the first
     fewest_blocks  fewest blocks of its own first: least is lost
     most_slack     furthest from its next due token first (deadline_s, tpot_s); without targets the youngest
 
-Rules for all: no more victims than needed (one that turns out unnecessary when a later one is chosen stays); branches of one request go
-together, before anybody else, while more is needed, since the blocks they share come free with the last of them; and one that was
-pushed out lately and has not got ``min_progress`` tokens since then goes last, so that nobody bounces. If all that could go are such,
-the order is ``youngest``, with which the oldest always advances: so a preemption that repeats had ``min_progress`` tokens of progress
-between, and their number is bounded by the tokens of the request / ``min_progress`` plus the blocks of those older than it.
+Rules for all: no more victims than needed (one that turns out unnecessary when a later one is chosen stays); branches of one
+request go together, before anybody else, while more is needed, since the blocks they share come free with the last of them; and
+one that was pushed out lately and has not got ``min_progress`` tokens since then goes last, so that nobody bounces. If all that
+could go are such, the order is ``youngest``, with which the oldest always advances: so a preemption that repeats had
+``min_progress`` tokens of progress between, and their number is bounded by the tokens of the request / ``min_progress`` plus
+the blocks of those older than it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def evictions(
     min_progress: int,
     kind_of: Callable[[SequenceView], EvictionKind],
 ) -> tuple[Eviction, ...] | None:
-    """Evictions that make the plan fit, as far as one can tell (blocks_missing is a lower bound: core asks again); None: nobody can go."""
+    """Evictions that make the plan fit, as far as one can tell (blocks_missing is a lower bound: core asks again); None: nobody
+    can go."""
     fitting = {chunk.sequence for chunk in plan.chunks[: shortfall.num_fitting]}
     search = _Search(view, plan, shortfall, kind_of)
     for sequence in _candidates(view, plan, shortfall, choose, min_progress):
@@ -101,7 +103,8 @@ def _slack_s(sequence: SequenceView, now: float) -> float:
 
 
 class _Search:
-    """The victims so far, and what they free: their own blocks, shared ones whose last holder goes, and blocks no longer asked for."""
+    """The victims so far, and what they free: their own blocks, shared ones whose last holder goes, and blocks no longer asked
+    for."""
 
     def __init__(self, view: View, plan: Plan, shortfall: Shortfall, kind_of: Callable[[SequenceView], EvictionKind]):
         self.view, self.kind_of = view, kind_of

@@ -2,13 +2,14 @@
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024.
 
-Order: running sequences by arrival as in ``chunked`` (the youngest give way); newcomers of the client with the smallest counter, each
-client's own by arrival. A counter grows by ``input_weight`` for each prompt token when a request first runs and by ``output_weight`` for
-each token delivered; a client that comes back is lifted to the least counter of those that have work, so idling saves nothing up.
-Fairness: of two clients that both always have requests waiting, the counters differ by at most 2 max(input_weight x L, output_weight x
-M), L the longest prompt and M the output tokens that fit in the pool at once. So a request starts, at the latest, when every other
-client was served so much more than its own: within (clients - 1) x 2 max(...) / output_weight + T steps, T the tokens of all that had
-arrived before it. May preempt for a newcomer: never. Requests without ``client_id`` are one client.
+Order: running sequences by arrival as in ``chunked`` (the youngest give way); newcomers of the client with the smallest
+counter, each client's own by arrival. A counter grows by ``input_weight`` for each prompt token when a request first runs and
+by ``output_weight`` for each token delivered; a client that comes back is lifted to the least counter of those that have work,
+so idling saves nothing up. Fairness: of two clients that both always have requests waiting, the counters differ by at most 2
+max(input_weight x L, output_weight x M), L the longest prompt and M the output tokens that fit in the pool at once. So a
+request starts, at the latest, when every other client was served so much more than its own: within (clients - 1) x 2 max(...) /
+output_weight + T steps, T the tokens of all that had arrived before it. May preempt for a newcomer: never. Requests without
+``client_id`` are one client.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ class FairScheduler:
     max_chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))
     _counters: dict[str, float] = attrs.field(init=False, factory=dict)
     _clients: dict[int, str] = attrs.field(init=False, factory=dict)  # request id -> client, of what this step computes
-    _first: dict[int, tuple[str, int]] = attrs.field(init=False, factory=dict)  # planned for the first time: client, prompt
+    _first: dict[int, tuple[str, int]] = attrs.field(
+        init=False, factory=dict
+    )  # planned for the first time: client, prompt
     _active: set[str] = attrs.field(init=False, factory=set)  # clients that had work a step ago
-    _least: float = attrs.field(init=False, default=0.0)  # smallest counter of a client with work, now or when there last was any
+    _least: float = attrs.field(
+        init=False, default=0.0
+    )  # smallest counter of a client with work, now or when there last was any
 
     @hookimpl
     def plan_step(self, view: View) -> Plan:

@@ -1,7 +1,8 @@
 """What the schedulers share: who continues, and who may start beside them. Order is each scheduler's own.
 
-``Room`` is the budget of one step. A running sequence asks with ``take_running``, a newcomer with ``take_new``; the answer is the number
-of tokens to plan, 0 when there is no room. Blocks are counted for a newcomer's whole sequence, so that a prefill that starts can end.
+``Room`` is the budget of one step. A running sequence asks with ``take_running``, a newcomer with ``take_new``; the answer is
+the number of tokens to plan, 0 when there is no room. Blocks are counted for a newcomer's whole sequence, so that a prefill
+that starts can end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Room:
         running = len(view.running)
         self.tokens = view.max_num_batched_tokens
         self.rows = view.max_num_seqs - running
-        self.free = view.num_free_blocks - int(watermark * view.num_blocks)  # watermark: blocks that newcomers leave free
+        self.free = view.num_free_blocks - int(
+            watermark * view.num_blocks
+        )  # watermark: blocks that newcomers leave free
         self.limit = limit or view.max_num_batched_tokens  # most tokens of one prompt
         self._size = view.block_size
         self._hold = running
@@ -48,8 +51,8 @@ class Room:
         return count
 
     def missing_blocks(self, sequence: SequenceView) -> int:
-        """Blocks for the whole sequence, less those it has. A preempted one waits until those that run can grow by a block each, too:
-        otherwise it would be pushed out again at once."""
+        """Blocks for the whole sequence, less those it has. A preempted one waits until those that run can grow by a block
+        each, too: otherwise it would be pushed out again at once."""
         blocks = -(-sequence.num_tokens // self._size)
         if sequence.where == "device":
             blocks -= len(sequence.block_table)

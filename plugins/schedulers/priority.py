@@ -3,11 +3,11 @@
 Source: priority scheduling with ageing is the classic of operating systems (see Silberschatz et al., "Operating System Concepts");
 iteration-level as in Orca, decodes first as in Sarathi-Serve.
 
-Order: ``priority`` less one level for every ``age_s`` seconds since arrival, then arrival; the plan lists everybody in this order, so
-the least important give way. Fairness: whoever arrives more than ``age_s`` x (difference in priority) later ranks behind, so a request
-waits at most that long plus the work that was there by then: with a step of s seconds, age_s x difference / s + T steps, T the tokens of
-all requests that rank before it. With ``age_s: null`` there is no bound. May preempt for a newcomer: yes (``preempt``), for blocks and for
-its row, but only running sequences that rank at least one whole level below it.
+Order: ``priority`` less one level for every ``age_s`` seconds since arrival, then arrival; the plan lists everybody in this
+order, so the least important give way. Fairness: whoever arrives more than ``age_s`` x (difference in priority) later ranks
+behind, so a request waits at most that long plus the work that was there by then: with a step of s seconds, age_s x difference
+/ s + T steps, T the tokens of all requests that rank before it. With ``age_s: null`` there is no bound. May preempt for a
+newcomer: yes (``preempt``), for blocks and for its row, but only running sequences that rank at least one whole level below it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class PriorityScheduler:
             next_one = next(prompts, None)
         return Plan(tuple(chunks))
 
-    def _prompts(self, view: View, room: Room, ranked: list[tuple[float, SequenceView]]) -> Iterator[tuple[float, Chunk]]:
+    def _prompts(
+        self, view: View, room: Room, ranked: list[tuple[float, SequenceView]]
+    ) -> Iterator[tuple[float, Chunk]]:
         """Prefills under way and newcomers, by rank, until the step is full or a newcomer finds no room."""
         below = _Below(ranked)
         under_way = deque((rank, s) for rank, s in ranked if s.num_tokens - s.num_computed_tokens != 1)

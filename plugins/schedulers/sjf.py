@@ -1,13 +1,14 @@
 """``scheduler=sjf``: the shortest predicted remaining work first, which makes the mean wait shortest if the prediction is right.
 
-Sources: shortest (remaining) processing time first is optimal for the mean (Schrage, 1968); for language models with predicted lengths
-Zheng et al., "Response Length Perception and Sequence Scheduling", NeurIPS 2023; Fu et al., "Efficient LLM Scheduling by Learning to
-Rank", NeurIPS 2024.
+Sources: shortest (remaining) processing time first is optimal for the mean (Schrage, 1968); for language models with predicted
+lengths Zheng et al., "Response Length Perception and Sequence Scheduling", NeurIPS 2023; Fu et al., "Efficient LLM Scheduling
+by Learning to Rank", NeurIPS 2024.
 
-Order: remaining work in steps, predicted output tokens still to come (group ``predictor``) + prompt tokens left / the step's budget; the
-plan lists running sequences in this order, so those with most ahead of them give way. Fairness: a request that has waited ``patience_s``
-goes ahead of all that have not, by arrival: with steps of s seconds it ends patience_s / s + T steps after it came at the latest, T the
-tokens of all that were there by then. ``patience_s: null`` starves long requests under load. May preempt for a newcomer: never.
+Order: remaining work in steps, predicted output tokens still to come (group ``predictor``) + prompt tokens left / the step's
+budget; the plan lists running sequences in this order, so those with most ahead of them give way. Fairness: a request that has
+waited ``patience_s`` goes ahead of all that have not, by arrival: with steps of s seconds it ends patience_s / s + T steps
+after it came at the latest, T the tokens of all that were there by then. ``patience_s: null`` starves long requests under load.
+May preempt for a newcomer: never.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """``scheduler=slo``: earliest deadline first on TTFT, in the largest batch whose predicted TPOT clears the target.
 
-Targets are the requests' own (``deadline_s``, ``tpot_s``) or those of their class (root group ``slo``). The cost model predicts a step's
-seconds from its tokens and the KV it reads (core/cost.py); what steps really take corrects it while it serves, so it works, after some
-steps, also where the machine's rates are not known.
+Targets are the requests' own (``deadline_s``, ``tpot_s``) or those of their class (root group ``slo``). The cost model predicts
+a step's seconds from its tokens and the KV it reads (core/cost.py); what steps really take corrects it while it serves, so it
+works, after some steps, also where the machine's rates are not known.
 
 Sources: earliest deadline first (Liu and Layland, 1973); batches sized by predicted token time as in Sarathi-Serve (OSDI 2024) and
-SLOs-Serve (Chen et al., 2025); late requests last as in DistServe's goodput (Zhong et al., OSDI 2024): finishing them earns nothing.
+SLOs-Serve (Chen et al., 2025); late requests last as in DistServe's goodput (Zhong et al., OSDI 2024): finishing them earns
+nothing.
 
 Order: prefills by deadline, those that can still make it before those that cannot; decodes always get their token. The plan lists
-running sequences by when their next token is due, so those with most slack give way. Fairness: a request that has waited ``patience_s``
-goes first, whatever its deadline: with steps of s seconds it ends patience_s / s + T steps after it came at the latest, T the tokens
-of all that were there by then. ``patience_s: null`` starves lost requests under overload. May preempt for a newcomer: never.
+running sequences by when their next token is due, so those with most slack give way. Fairness: a request that has waited
+``patience_s`` goes first, whatever its deadline: with steps of s seconds it ends patience_s / s + T steps after it came at the
+latest, T the tokens of all that were there by then. ``patience_s: null`` starves lost requests under overload. May preempt for
+a newcomer: never.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class SloScheduler:
         for s in view.running:
             if s.num_tokens - s.num_computed_tokens == 1:
                 kv += s.num_tokens
-                decodes.append((s.first_token_s + s.tpot_s * s.num_output_tokens if s.tpot_s and s.first_token_s else NEVER, s))
+                decodes.append(
+                    (s.first_token_s + s.tpot_s * s.num_output_tokens if s.tpot_s and s.first_token_s else NEVER, s)
+                )
                 if s.tpot_s and s.tpot_s < target:
                     target = s.tpot_s
             else:
@@ -71,9 +75,12 @@ class SloScheduler:
         return Plan(tuple(plan))
 
     def _ranks(self, view: View):
-        """How urgent a first token is: its deadline; after all of those, in order, for what is lost; at once after ``patience_s``."""
+        """How urgent a first token is: its deadline; after all of those, in order, for what is lost; at once after
+        ``patience_s``."""
         now, cost, cached = view.now, view.cost, view.cached_tokens
-        safe = now + cost.recompute_s(view.max_model_len)  # whatever its length, a prompt that is due later than this can make it
+        safe = now + cost.recompute_s(
+            view.max_model_len
+        )  # whatever its length, a prompt that is due later than this can make it
         patient_since = now - self.patience_s if self.patience_s is not None else -NEVER
 
         def rank(s: SequenceView) -> float:
@@ -84,7 +91,9 @@ class SloScheduler:
                 return 1e12
             if deadline > safe or s.num_tokens > s.num_prompt_tokens:
                 return deadline
-            if deadline <= now or deadline <= now + cost.recompute_s(s.num_tokens, s.num_computed_tokens or cached.get(s.id, 0)):
+            if deadline <= now or deadline <= now + cost.recompute_s(
+                s.num_tokens, s.num_computed_tokens or cached.get(s.id, 0)
+            ):
                 return deadline + 2e12
             return deadline
 
@@ -96,7 +105,9 @@ class SloScheduler:
         for s in in_order(view.waiting, rank):
             target = min(target, s.tpot_s or NEVER)
             kv += s.num_tokens
-            too_many = running + len(chunks) > 0 and self._clock.seconds(running + len(chunks) + 1, kv) > target * self.margin
+            too_many = (
+                running + len(chunks) > 0 and self._clock.seconds(running + len(chunks) + 1, kv) > target * self.margin
+            )
             if too_many or not room.fits(s):
                 break
             chunks.append(Chunk(s.id, room.take_new(s)))

@@ -3,8 +3,8 @@
 Source: what servers did before iteration-level scheduling; described in Yu et al., "Orca", OSDI 2022, as request-level scheduling.
 Finished rows leave the batch at once and are not padded here, so an engine that pads does worse than this one.
 
-Order: arrival. Fairness: a request starts when its turn comes in a new batch; with R requests ahead of it, at most R batches later, that
-is R x (most output tokens of a request + 1) steps, preempted ones counted again. May preempt for a newcomer: never.
+Order: arrival. Fairness: a request starts when its turn comes in a new batch; with R requests ahead of it, at most R batches
+later, that is R x (most output tokens of a request + 1) steps, preempted ones counted again. May preempt for a newcomer: never.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from plugins.schedulers.packing import require_whole_prefills
 class StaticScheduler:
     """Admits only when nothing runs: whole prompts, in arrival order, as many as fit in one step and in the pool.
 
-    Room is counted for all that a request may become (prompt + ``max_tokens``, each branch), so nobody is preempted where the allocator
-    takes blocks of ``block_size``. ``batch_size`` bounds the batch (null: ``max_num_seqs``).
+    Room is counted for all that a request may become (prompt + ``max_tokens``, each branch), so nobody is preempted where the
+    allocator takes blocks of ``block_size``. ``batch_size`` bounds the batch (null: ``max_num_seqs``).
     """
 
     batch_size: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))

@@ -21,6 +21,7 @@ from core.types import (
     EngineInfo,
     Eviction,
     Finished,
+    IdleChoice,
     Lease,
     Plan,
     Policy,
@@ -32,6 +33,7 @@ from core.types import (
     RequestError,
     Shortfall,
     StepReport,
+    Triage,
 )
 from plugins.allocators.naive import NaiveAllocator
 from plugins.allocators.paged import PagedAllocator
@@ -205,6 +207,82 @@ def test_hook_cached_tokens() -> None:
     result = run(make_engine(allocator=Looks(), scheduler=Reads(), max_num_seqs=2), [Work((1, 2, 3, i), 3) for i in range(5)])
     assert seen[0] == {0: 2, 1: 2}
     assert all(reason == "length" for reason in result.reason.values())
+
+
+def test_hook_predict_output() -> None:
+    seen: list[int] = []
+
+    class Predicts:
+        @hookimpl
+        def predict_output(self, sequences: Any) -> Any:
+            seen.append(len(sequences))
+            return [None if s.num_prompt_tokens > 4 else 7 for s in sequences]
+
+    engine = make_engine(policies=[chosen("predictor", Predicts())])
+    for prompt in ((1, 2), tuple(range(9))):
+        engine.submit(prompt, Work((1,), 12).params())
+    engine.step()
+    assert seen == [2] and [v.predicted_output_tokens for v in engine.state.running] == [7, 12]
+    engine.step()
+    assert seen == [2], "asked once, at arrival"
+
+    class Wrong:
+        @hookimpl
+        def predict_output(self, sequences: Any) -> Any:
+            return [0]
+
+    engine = make_engine(policies=[chosen("predictor", Wrong())])
+    engine.submit((1, 2), Work((1,), 12).params())
+    with pytest.raises(PolicyError, match="predictor=wrong predict_output: gave"):
+        engine.step()
+
+
+def test_hook_triage() -> None:
+    seen: list[int] = []
+
+    class Refuses:
+        @hookimpl
+        def triage(self, view: Any) -> Any:
+            seen.append(len(view.waiting))
+            return Triage(refused=tuple((s.id, "not today") for s in view.waiting if s.num_prompt_tokens > 4))
+
+    engine = make_engine(policies=[chosen("admission", Refuses())])
+    result = run(engine, [Work((1, 2, 3), 3), Work(tuple(range(9)), 3)])
+    assert result.reason == {(0, 0): "length", (1, 0): "refused"} and result.error[1, 0] == "not today"
+    assert seen == [2], "asked only while something waits"
+
+
+def test_hook_plan_idle() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Keeps:
+        @hookimpl
+        def plan_idle(self, view: Any) -> Any:
+            seen.append((len(view.idle), view.blocks_missing))
+            return [IdleChoice(s.id, "keep") for s in view.idle]
+
+    engine = make_engine(policies=[chosen("idle", Keeps())], num_blocks=8, max_model_len=32)
+    engine.submit(tuple(range(12)), Work((1,), 2).params(), session_id="s", stall_s=1.0)
+    while engine.has_work():
+        engine.step()
+    assert not seen and engine.state.view.idle[0].where == "device"
+    engine.submit(tuple(range(9)), Work((1,), 20).params())
+    while engine.has_work():
+        engine.step()
+    assert (1, 0) in seen and any(missing for _, missing in seen), "asked each step, and again when blocks are missing"
+    engine.assert_idle()  # core forgot what nobody gave up
+
+    class Wrong:
+        @hookimpl
+        def plan_idle(self, view: Any) -> Any:
+            return [IdleChoice(99, "keep")]
+
+    engine = make_engine(policies=[chosen("idle", Wrong())])
+    for length in (2, 9):
+        engine.submit((1, 2, 3), Work((1,), length).params(), session_id=f"s{length}", stall_s=1.0)
+    with pytest.raises(PolicyError, match="idle=wrong plan_idle"):
+        while engine.has_work():
+            engine.step()
 
 
 def test_hook_plan_step() -> None:

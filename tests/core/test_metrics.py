@@ -25,6 +25,7 @@ KEYS = {
     "tpot_s": {"mean", "p50", "p90", "p99"},
     "itl_s": {"mean", "p50", "p90", "p99"},
     "e2e_s": {"mean", "p50", "p90", "p99"},
+    "service": {"attainment", "goodput_per_s", "goodput_tokens_per_s", "classes", "clients"},
     "concurrency": {"mean", "peak"},
     "kv": {"used_of_pool", "used_of_reserved", *KV_TOKENS},
     "preemptions": {"swap", "recompute", "turned", "forced"},

@@ -1,4 +1,5 @@
-"""Sessions that stall between two turns: what is kept, moved or forgotten, who continues it, and that nothing leaks or goes wrong."""
+"""Sessions that stall between two turns: what is kept, moved or forgotten, who continues it, and that nothing leaks or goes
+wrong."""
 
 from __future__ import annotations
 
@@ -148,7 +149,9 @@ def test_without_a_policy_or_with_an_allocator_that_cannot_extend_tables_nothing
 def plays(draw: st.DrawFn) -> tuple[list[tuple[int, int, int, bool]], dict[str, Any]]:
     """Turns (session, new tokens, output tokens, waits for the one before) and sizes in which they compete."""
     turns = draw(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 6), st.booleans()), min_size=2, max_size=10)
+        st.lists(
+            st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 6), st.booleans()), min_size=2, max_size=10
+        )
     )
     return turns, {
         "block_size": draw(st.integers(1, 5)),
@@ -163,19 +166,28 @@ def plays(draw: st.DrawFn) -> tuple[list[tuple[int, int, int, bool]], dict[str, 
 
 @PROPERTY
 @given(play=plays())
-def test_any_turns_in_any_company_give_the_tokens_they_give_alone(play: tuple[list[tuple[int, int, int, bool]], dict[str, Any]]) -> None:
+def test_any_turns_in_any_company_give_the_tokens_they_give_alone(
+    play: tuple[list[tuple[int, int, int, bool]], dict[str, Any]],
+) -> None:
     """Whatever is kept, swapped, discarded, resumed in part, or pushed out again; with checks=full in every step."""
     turns, options = play
     policy, spare = options.pop("policy"), options.pop("spare")
     longest = sum(new + out for _, new, out, _ in turns) + 1
     blocks = -(-longest // options["block_size"]) + spare
-    engine = session_engine(policy, num_blocks=max(2, blocks), max_model_len=min(longest + 1, blocks * options["block_size"]), **options)
+    engine = session_engine(
+        policy, num_blocks=max(2, blocks), max_model_len=min(longest + 1, blocks * options["block_size"]), **options
+    )
     histories: dict[int, list[int]] = {}
     expected: dict[int, tuple[list[int], list[int]]] = {}
     got: dict[int, list[int]] = {}
     for session, new, out, waits in turns:
         prompt = histories.get(session, []) + [60 + session] * new
-        id = engine.submit(prompt, SamplingParams(max_tokens=out, temperature=0, detokenize=False), session_id=f"{session}", stall_s=2.0)
+        id = engine.submit(
+            prompt,
+            SamplingParams(max_tokens=out, temperature=0, detokenize=False),
+            session_id=f"{session}",
+            stall_s=2.0,
+        )
         want = list(_alone(tuple(prompt), out))
         expected[id], got[id] = (prompt, want), []
         histories[session] = prompt + want

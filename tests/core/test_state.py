@@ -34,6 +34,10 @@ def test_a_status_moves_only_along_the_table(start: Status, to: Status) -> None:
     if start is Status.RUNNING:
         state.waiting.remove(seq.view)
         state.running.append(seq.view)
+    if start is Status.IDLE:
+        state.waiting.remove(seq.view)
+        state.sessions[seq.session] = seq
+        state.idle.append(seq.view)
     if to in MOVES[start]:
         state.move(seq, to)
         assert seq.status is to

@@ -22,7 +22,9 @@ LENGTHS = (8, 20, 14, 5)  # prompt tokens, in order of arrival; the pool is full
 def _first_victim(choose: str, **labels: Any) -> int:
     """Index of the first request that is pushed out when four share a pool that is too small for them to grow."""
     work = [Work(tuple(range(i, i + n)), 12, arrives=i, labels=labels.get(f"r{i}", {})) for i, n in enumerate(LENGTHS)]
-    engine = make_engine(num_blocks=16, preemption=Recompute(choose=choose), scheduler=ChunkedScheduler(watermark=0), max_model_len=64)
+    engine = make_engine(
+        num_blocks=16, preemption=Recompute(choose=choose), scheduler=ChunkedScheduler(watermark=0), max_model_len=64
+    )
     result = run(engine, work)
     assert_as_alone(work, result)
     return next(p.sequence for report in result.reports for p in report.preempted)
@@ -47,7 +49,9 @@ def test_an_unknown_choice_is_refused_with_those_there_are() -> None:
 def test_nobody_goes_who_need_not(choose: str) -> None:
     """At every preemption, any of the victims fewer would leave the plan too large for the pool."""
     work = [Work(tuple(range(i, i + 5 + 4 * (i % 4))), 20, arrives=i % 3) for i in range(8)]
-    engine = make_engine(num_blocks=22, preemption=Recompute(choose=choose), scheduler=ChunkedScheduler(watermark=0), max_model_len=64)
+    engine = make_engine(
+        num_blocks=22, preemption=Recompute(choose=choose), scheduler=ChunkedScheduler(watermark=0), max_model_len=64
+    )
     choose_victims, seen = engine.hooks.choose_victims, []
 
     def watched(view: Any, plan: Plan, shortfall: Any) -> Any:
@@ -143,7 +147,9 @@ CROSSOVER = {"prefill_flop_per_s": 23072.0, "link_bytes_per_s": 16.0}
 def _kinds(lengths: tuple[int, ...], **rates: float) -> set[str]:
     work = [Work(tuple(range(i, i + n)), 14, arrives=i) for i, n in enumerate(lengths)]
     size = sum(-(-(n + 3) // 4) for n in lengths)
-    engine = make_engine(num_blocks=size, preemption=BreakEven(), scheduler=ChunkedScheduler(watermark=0), max_model_len=64, **rates)
+    engine = make_engine(
+        num_blocks=size, preemption=BreakEven(), scheduler=ChunkedScheduler(watermark=0), max_model_len=64, **rates
+    )
     result = run(engine, work)
     assert_as_alone(work, result)
     return {p.kind for report in result.reports for p in report.preempted}
@@ -181,7 +187,9 @@ def test_a_victim_without_room_on_the_host_is_recomputed_and_the_engine_goes_on(
     work = [Work(tuple(range(i, i + 8)), 20, 0.9, i, n=3 if i == 2 else 1) for i in range(4)]
     for num_swap_blocks in (0, 2):
         for preemption in (Swap(), BreakEven()):
-            engine = make_engine(num_blocks=13, num_swap_blocks=num_swap_blocks, preemption=preemption, link_bytes_per_s=1e9)
+            engine = make_engine(
+                num_blocks=13, num_swap_blocks=num_swap_blocks, preemption=preemption, link_bytes_per_s=1e9
+            )
             result = run(engine, work)
             assert_as_alone(work, result)
             assert result.preemptions("turned") + result.preemptions("recompute") + result.preemptions("forced")

@@ -1,4 +1,5 @@
-"""What every scheduler promises, on the toy model and a virtual clock of one second a step: budgets, endings, bounds, independence."""
+"""What every scheduler promises, on the toy model and a virtual clock of one second a step: budgets, endings, bounds,
+independence."""
 
 from __future__ import annotations
 
@@ -103,7 +104,9 @@ def preemption_bound(work: list[Work], pool: dict[str, Any]) -> int:
 
 @PROPERTY
 @given(case=served(), offset=st.sampled_from([0.0, 1e6]))
-def test_decisions_do_not_depend_on_when_the_clock_began(case: tuple[list[Work], dict[str, Any]], offset: float) -> None:
+def test_decisions_do_not_depend_on_when_the_clock_began(
+    case: tuple[list[Work], dict[str, Any]], offset: float
+) -> None:
     """The same run, twice, and with a clock that starts elsewhere: the same plans, step for step."""
     work, pool = case
     if isinstance(pool["scheduler"], (PriorityScheduler, SjfScheduler, SloScheduler)):
@@ -139,7 +142,9 @@ def test_decisions_do_not_depend_on_the_order_of_sets() -> None:
     outs = []
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", HASHED], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", HASHED], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
+        )
         assert done.returncode == 0, done.stderr
         outs.append(done.stdout)
     assert outs[0] == outs[1] and len(outs[0].splitlines()) == len(SCHEDULERS)
@@ -171,7 +176,8 @@ RIVALS = 60
 
 
 def _ends_after(scheduler: Any, victim: Work, rival: Work, **sizes: Any) -> int:
-    """Steps from the arrival of ``victim`` to its end, while a rival arrives in every step for as long as that takes, at most RIVALS."""
+    """Steps from the arrival of ``victim`` to its end, while a rival arrives in every step for as long as that takes, at most
+    RIVALS."""
     work = [attrs.evolve(victim, arrives=2), *(attrs.evolve(rival, arrives=i) for i in range(RIVALS))]
     engine = make_engine(scheduler=scheduler, **sizes)
     result = run(engine, work)

@@ -22,11 +22,16 @@ def running_view(
 ) -> tuple[View, Plan, Shortfall]:
     """Sequences 0, 1, ... that run, with so many blocks of their own, each full; a plan of one token each, of which one fits.
 
-    ``shared`` are leading blocks that those named hold together, as branches of one request; ``preempted`` how many tokens a sequence got
-    since it was pushed out.
+    ``shared`` are leading blocks that those named hold together, as branches of one request; ``preempted`` how many tokens a
+    sequence got since it was pushed out.
     """
     limits = Limits(
-        block_size=SIZE, num_blocks=100, num_swap_blocks=100, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=64
+        block_size=SIZE,
+        num_blocks=100,
+        num_swap_blocks=100,
+        max_model_len=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
     )
     pool = BlockPool(limits.num_blocks, SIZE)
     state = State(limits, pool, None)  # type: ignore[arg-type]
@@ -38,7 +43,10 @@ def running_view(
         num_tokens = SIZE * (count + shared.get(i, 0))
         params = SamplingParams(max_tokens=50, n=len(shared) if i in shared else 1)
         request = Request(
-            id=first_holder if i in shared else i, prompt_token_ids=tuple(range(num_tokens)), params=params, arrival_s=float(i)
+            id=first_holder if i in shared else i,
+            prompt_token_ids=tuple(range(num_tokens)),
+            params=params,
+            arrival_s=float(i),
         )
         seq = Seq(request, params, 0, pool, id=i, branch=sorted(shared).index(i) if i in shared else 0)
         state.add(seq)
