@@ -18,6 +18,12 @@ from core.state import State
 from core.types import HOLE, MemoryReport, SequenceView
 
 
+def _final_tokens(view: SequenceView) -> int:
+    """Tokens whose KV this sequence will have written when it ends, as far as is known now."""
+    output = view.recorded_output_tokens if view.recorded_output_tokens is not None else view.max_tokens
+    return view.num_prompt_tokens + min(output, view.max_tokens) - 1
+
+
 def _owners_of_tail(view: SequenceView, table: list[int], refs: list[int], size: int) -> int:
     """How many tables hold this sequence's part-full last block (1 when there is none)."""
     index = view.num_computed_tokens // size
@@ -41,41 +47,50 @@ def external_waste(state: State, hooks: Any) -> int:
 def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryReport:
     """This step's report, in tokens. O(running sequences)."""
     pool, size = state.pool, state.limits.block_size
-    refs, sequences = pool.refs, state.sequences
     reserved = pool.num_used * size
+    plain = not pool.num_extra_refs and not state.num_swapped
+    written, to_write, shared = _plain_sums(state) if plain else _sums(state)
+    return MemoryReport(
+        pool=pool.num_blocks * size,
+        reserved=reserved,
+        written=written,
+        to_write=to_write,
+        internal_waste=reserved - written - to_write,
+        external_waste=external,
+        shared=shared,
+        cached=pool.num_cached * size,
+        copied_bytes=copied_bytes,
+    )
+
+
+def _plain_sums(state: State) -> tuple[int, int, int]:
+    """(written, to_write, shared) where nobody shares a block and nobody is swapped out: the same as ``_sums``, sooner."""
+    lengths = [view.num_computed_tokens for view in state.running]
+    rooms = [view._room for view in state.running]
+    return sum(lengths), sum([room - n for room, n in zip(rooms, lengths, strict=True) if room > n]), 0
+
+
+def _sums(state: State) -> tuple[int, int, int]:
+    """(written, to_write, shared) in tokens, whatever is shared or swapped out."""
+    pool, size = state.pool, state.limits.block_size
+    refs, sequences = pool.refs, state.sequences
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
-    if not sharing and not state.num_swapped:
-        written = sum(lengths := [view.num_computed_tokens for view in state.running])
-        rooms = [view._room for view in state.running]
-        to_write = sum([room - length for room, length in zip(rooms, lengths, strict=True) if room > length])
-    for view in [*state.running, *(seq.view for seq in state.swapped())] if sharing or state.num_swapped else ():
+    for view in [*state.running, *(seq.view for seq in state.swapped())]:
         table = sequences[view.id].table
         computed, capacity = view.num_computed_tokens, len(table) * size
         written += computed if view.where == "device" else _on_device(table, computed, size)
         if capacity <= computed:
             continue
-        growth = max(0, view._room - computed) if view.where == "device" else 0
+        growth = max(0, min(capacity, _final_tokens(view)) - computed) if view.where == "device" else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners
             growth /= owners
         to_write += growth
     shared = round(saved)
-    written -= shared
-    rest = int(to_write + 1e-6)
-    return MemoryReport(
-        pool=pool.num_blocks * size,
-        reserved=reserved,
-        written=written,
-        to_write=rest,
-        internal_waste=reserved - written - rest,
-        external_waste=external,
-        shared=shared,
-        cached=pool.num_cached * size,
-        copied_bytes=copied_bytes,
-    )
+    return written - shared, int(to_write + 1e-6), shared
 
 
 def _on_device(table: list[int], computed: int, size: int) -> int:
