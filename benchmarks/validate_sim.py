@@ -85,7 +85,7 @@ def load_overrides(load: str) -> list[str]:
     if kind == "closed" and value.isdecimal():
         return [f"workload.concurrency={value}"]
     if kind == "rate":
-        return ["workload.arrivals={kind:poisson,rate_per_s:%s}" % float(value)]
+        return [f"workload.arrivals={{kind:poisson,rate_per_s:{float(value)}}}"]
     raise ConfigError(f"--load {load}: give closed=N or rate=R")
 
 
@@ -139,7 +139,8 @@ def run(
             if not real:
                 check_calibration(started.manifest["executor"])
             real.setdefault((policy, load), []).append(record)
-            yield f"real run {number + 1}: {name}, {load}: {record['output_tokens_per_s']:.1f} tokens/s in {record['duration_s']:.1f} s"
+            speed = f"{record['output_tokens_per_s']:.1f} tokens/s in {record['duration_s']:.1f} s"
+            yield f"real run {number + 1}: {name}, {load}: {speed}"
     rows = []
     for policy, load in cases:
         name, words = _policy(policy)
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write rows and summary there too")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=110)
     rows: list[Row] = []
     try:
         if options.repeat < 2:

@@ -46,7 +46,9 @@ def test_outputs_read_like_a_tuple() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [14, 60])
-def test_the_short_way_to_a_memory_report_gives_what_the_long_one_gives(monkeypatch: pytest.MonkeyPatch, num_blocks: int) -> None:
+def test_the_short_way_to_a_memory_report_gives_what_the_long_one_gives(
+    monkeypatch: pytest.MonkeyPatch, num_blocks: int
+) -> None:
     """Rooms are kept as tables change; the long way measures them anew. With and without preemption."""
     compared = []
 
