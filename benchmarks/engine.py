@@ -2,10 +2,12 @@
 
     python -m benchmarks.engine [--steps 200] [--repeat 3] [group=option ...]
 
-For 1, 8, 32 and 256 running sequences on ``executor=toy`` it prints microseconds a step by stage (the median of the
+For 1, 8, 16, 32 and 256 running sequences on ``executor=toy`` it prints microseconds a step by stage (the median of the
 repetitions), the time outside all stages ("between": report, metrics, observers), and what ``Metrics.update`` costs by
-itself. The last line is the time a step at 256 running sequences, over 256: ``own_us_per_sequence: X``. Further words
-are overrides of the engine, such as ``allocator=paged``.
+itself. With ``executor=roofline`` pricing the step counts too, so "all" is the host time of a simulated step;
+"whole step, CPU" is the thread's own time in the fastest repetition, which a busy machine disturbs least. The last line
+is the time a step at 256 running sequences, over 256: ``own_us_per_sequence: X``. Further words are overrides of the
+engine, such as ``allocator=paged``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from core.scratch import STAGES
 from core.start import start
 from core.types import Finished, MemoryReport, Plan, SamplingParams, StepReport
 
-SIZES = (1, 8, 32, 256)
+SIZES = (1, 8, 16, 32, 256)
 NOT_OWN = ("move", "forward", "sample", "text")
 OWN = tuple(stage for stage in STAGES if stage not in NOT_OWN)
 PROMPT_TOKENS = 8
@@ -39,6 +41,7 @@ class Measured:
     num_running: int
     stages: dict[str, float]
     between: float  # the step's wall time that no stage accounts for
+    cpu: float  # the thread's own time, all stages
 
     @property
     def own(self) -> float:
@@ -59,15 +62,16 @@ def measure(num_running: int, num_steps: int, overrides: list[str]) -> Measured:
     for _ in range(warm_up):
         engine.step()
     stages = dict.fromkeys(STAGES, 0.0)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.thread_time()
     for _ in range(num_steps):
         for stage, seconds in engine.step().stage_seconds.items():
             stages[stage] += seconds
-    wall = time.perf_counter() - started
+    wall, cpu = time.perf_counter() - started, time.thread_time() - cpu
+    simulated = not getattr(engine.executor, "reads_arrays", True)
     engine.close()
     to_us = 1e6 / num_steps
-    own = {stage: stages[stage] * to_us for stage in OWN}
-    return Measured(num_running, own, (wall - sum(stages.values())) * to_us)
+    own = {stage: stages[stage] * to_us for stage in (*OWN, *(("forward",) if simulated else ()))}
+    return Measured(num_running, own, (wall - sum(stages.values())) * to_us, cpu * to_us)
 
 
 def median(runs: list[Measured]) -> Measured:
@@ -107,16 +111,19 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="repetitions, of which the median is shown (default 3)")
     parser.add_argument("overrides", nargs="*", help="overrides of the engine, such as scheduler=chunked")
     given = parser.parse_intermixed_args()
-    results = [median([measure(size, given.steps, given.overrides) for _ in range(given.repeat)]) for size in SIZES]
+    runs = [[measure(size, given.steps, given.overrides) for _ in range(given.repeat)] for size in SIZES]
+    results = [median(each) for each in runs]
     shown = Table(title="own Python, µs a step", title_justify="left")
     shown.add_column("stage")
     for result in results:
         shown.add_column(f"{result.num_running} running", justify="right")
-    for stage in OWN:
+    for stage in results[0].stages:
         shown.add_row(stage, *(f"{result.stages[stage]:.1f}" for result in results))
     shown.add_row("between", *(f"{result.between:.1f}" for result in results))
     shown.add_section()
     shown.add_row("all", *(f"{result.own:.1f}" for result in results))
+    if "forward" in results[0].stages:
+        shown.add_row("whole step, CPU", *(f"{min(run.cpu for run in each):.1f}" for each in runs))
     shown.add_row("a sequence", *(f"{result.own / result.num_running:.2f}" for result in results))
     Console().print(shown)
     per_step, per_finished = metrics_cost()

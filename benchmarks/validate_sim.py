@@ -85,7 +85,7 @@ def load_overrides(load: str) -> list[str]:
     if kind == "closed" and value.isdecimal():
         return [f"workload.concurrency={value}"]
     if kind == "rate":
-        return ["workload.arrivals={kind:poisson,rate_per_s:%s}" % float(value)]
+        return [f"workload.arrivals={{kind:poisson,rate_per_s:{float(value)}}}"]
     raise ConfigError(f"--load {load}: give closed=N or rate=R")
 
 
@@ -126,7 +126,9 @@ def check_calibration(described: dict[str, Any]) -> None:
         raise ConfigError(f"{'; '.join(differences)}: run python -m core.calibrate with the same options")
 
 
-def run(policies: Sequence[str], loads: Sequence[str], repeat: int, overrides: Sequence[str]) -> Iterator[str | list[Row]]:
+def run(
+    policies: Sequence[str], loads: Sequence[str], repeat: int, overrides: Sequence[str]
+) -> Iterator[str | list[Row]]:
     """Yields a line for each run that ended, and last the rows."""
     real: dict[tuple[str, str], list[dict[str, Any]]] = {}
     cases = list(itertools.product(policies, loads))
@@ -137,12 +139,15 @@ def run(policies: Sequence[str], loads: Sequence[str], repeat: int, overrides: S
             if not real:
                 check_calibration(started.manifest["executor"])
             real.setdefault((policy, load), []).append(record)
-            yield f"real run {number + 1}: {name}, {load}: {record['output_tokens_per_s']:.1f} tokens/s in {record['duration_s']:.1f} s"
+            speed = f"{record['output_tokens_per_s']:.1f} tokens/s in {record['duration_s']:.1f} s"
+            yield f"real run {number + 1}: {name}, {load}: {speed}"
     rows = []
     for policy, load in cases:
         name, words = _policy(policy)
         # the engine's model is described by its config; kernels and threads are in the calibration
-        record, _ = serve(["executor=roofline", "machine=local", *BASE, *_simulable(overrides), *words, *load_overrides(load)])
+        record, _ = serve(
+            ["executor=roofline", "machine=local", *BASE, *_simulable(overrides), *words, *load_overrides(load)]
+        )
         for title, path in FIGURES.items():
             values = tuple(figure(each, path) for each in real[policy, load])
             rows.append(Row(name, load, title, values, figure(record, path)))
@@ -212,18 +217,22 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.validate_sim", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.validate_sim", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--policy", action="append", help=f"NAME:OVERRIDES by comma; default: {'; '.join(POLICIES)}")
     parser.add_argument("--load", action="append", help=f"closed=N or rate=R; default: {', '.join(LOADS)}")
     parser.add_argument("--repeat", type=int, default=2, help="real runs of each (default 2, at least 2)")
     parser.add_argument("--json", type=Path, help="write rows and summary there too")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=110)
     rows: list[Row] = []
     try:
         if options.repeat < 2:
-            raise ConfigError(f"--repeat {options.repeat}: allowed is a number from 2, or there is no spread to compare with")
+            raise ConfigError(
+                f"--repeat {options.repeat}: allowed is a number from 2, or there is no spread to compare with"
+            )
         for item in run(options.policy or POLICIES, options.load or LOADS, options.repeat, options.overrides):
             if isinstance(item, str):
                 print(item, file=sys.stderr, flush=True)
@@ -236,11 +245,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table(rows))
     for name, value in found.items():
         if isinstance(value, dict):
-            console.print(f"{name}: " + ", ".join(f"{key} {100 * each:.1f} %" for key, each in value.items()), highlight=False)
+            console.print(
+                f"{name}: " + ", ".join(f"{key} {100 * each:.1f} %" for key, each in value.items()), highlight=False
+            )
         else:
             console.print(f"{name}: {value if isinstance(value, int) else f'{100 * value:.1f} %'}", highlight=False)
     if options.json:
-        options.json.write_text(json.dumps({"summary": found, "rows": [attrs.asdict(row) for row in rows]}, indent=2) + "\n")
+        options.json.write_text(
+            json.dumps({"summary": found, "rows": [attrs.asdict(row) for row in rows]}, indent=2) + "\n"
+        )
     return 0
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.state import State
+from core.state import Sequence, State
 from core.types import HOLE, MemoryReport, SequenceView
 
 
@@ -43,19 +43,38 @@ def external_waste(state: State, hooks: Any) -> int:
 def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryReport:
     """This step's report, in tokens. O(running sequences)."""
     pool, size = state.pool, state.limits.block_size
-    refs, sequences = pool.refs, state.sequences
     reserved = pool.num_used * size
+    others = [*state.swapped(), *state.sessions.values(), *state.parked.values()]
+    plain = not pool.num_extra_refs and not others
+    written, to_write, shared = _plain_sums(state) if plain else _sums(state, others)
+    return MemoryReport(
+        pool=pool.num_blocks * size,
+        reserved=reserved,
+        written=written,
+        to_write=to_write,
+        internal_waste=reserved - written - to_write,
+        external_waste=external,
+        shared=shared,
+        cached=pool.num_cached * size,
+        copied_bytes=copied_bytes,
+    )
+
+
+def _plain_sums(state: State) -> tuple[int, int, int]:
+    """(written, to_write, shared) where nobody shares and only running sequences hold blocks: the same as ``_sums``, sooner."""
+    lengths = [view.num_computed_tokens for view in state.running]
+    rooms = [view._room for view in state.running]
+    return sum(lengths), sum([room - n for room, n in zip(rooms, lengths, strict=True) if room > n]), 0
+
+
+def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
+    """(written, to_write, shared) in tokens; ``others`` hold blocks without running: swapped out, or between two turns."""
+    pool, size = state.pool, state.limits.block_size
+    refs, sequences = pool.refs, state.sequences
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
     written, to_write = 0, 0.0
     sharing = pool.num_extra_refs > 0
-    others = [*state.swapped(), *state.sessions.values(), *state.parked.values()]
-    if not sharing and not others:
-        written = sum(lengths := [view.num_computed_tokens for view in state.running])
-        rooms = [view._room for view in state.running]
-        to_write = sum([room - length for room, length in zip(rooms, lengths, strict=True) if room > length])
-        tables = []
-    else:
-        tables = [(view, sequences[view.id].table) for view in state.running] + [(seq.view, seq.table) for seq in others]
+    tables = [(view, sequences[view.id].table) for view in state.running] + [(seq.view, seq.table) for seq in others]
     for view, table in tables:
         computed, capacity = view.num_computed_tokens, len(table) * size
         written += computed if view.where == "device" else _on_device(table, computed, size)
@@ -69,19 +88,7 @@ def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryR
             growth /= owners
         to_write += growth
     shared = round(saved)
-    written -= shared
-    rest = int(to_write + 1e-6)
-    return MemoryReport(
-        pool=pool.num_blocks * size,
-        reserved=reserved,
-        written=written,
-        to_write=rest,
-        internal_waste=reserved - written - rest,
-        external_waste=external,
-        shared=shared,
-        cached=pool.num_cached * size,
-        copied_bytes=copied_bytes,
-    )
+    return written - shared, int(to_write + 1e-6), shared
 
 
 def _on_device(table: list[int], computed: int, size: int) -> int:

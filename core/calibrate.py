@@ -98,27 +98,24 @@ def _measure(engine: Any, shape: Shape, rounds: int, say: Say) -> tuple[Machine,
     say("copying KV blocks to the host pool and back")
     link = measure_link(executor._shape, engine.limits.block_size, executor._layout, device)
     stepper = Stepper(engine)
-    say("linear layers, without attention")
-    with stepper.without_attention():
-        alone = stepper.time([[(0, rows)] for rows in ROWS], rounds, say)
+    say("steps of the model, with and without attention")
+    kinds = plan(engine.limits.max_model_len, engine.limits.num_blocks * engine.limits.block_size)
+    alone, points = stepper.time([[(0, rows)] for rows in ROWS], kinds, rounds, say)
     head_s = shape.head_parameters * shape.dtype_bytes / bandwidth
     curve, best = [], 0.0
     for rows, point in zip(ROWS, alone, strict=True):
         best = max(best, 2 * shape.body_parameters * rows / max(point.seconds - head_s, point.seconds / 4))
         curve.append((rows, best))  # more rows never take longer a row: what says so is noise
+    seen = max(rate * shape.dtype_bytes / 2 / rows for rows, rate in curve)  # weights read once, whatever the rows
     memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
     machine = Machine(
         name=machine_name(),
         memory_gb=memory / 1e9,
-        bandwidth_bytes_per_s=bandwidth,
+        bandwidth_bytes_per_s=max(bandwidth, seen),  # what the model itself reached can be had
         flop_per_s=max(peak, best),
         prefill_efficiency=best / max(peak, best),
         link_bytes_per_s=link,
         linear_curve=curve,
-    )
-    say("steps of the whole model")
-    points = stepper.time(
-        plan(engine.limits.max_model_len, engine.limits.num_blocks * engine.limits.block_size), rounds, say
     )
     machine = fit(shape, machine, points)
     say("the engine's own time beside the model's")

@@ -35,7 +35,7 @@ def nnls(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
     The optimum of the constrained problem is the unconstrained one on its own support, so trying every support finds it.
     """
-    rows, columns = matrix.shape
+    columns = matrix.shape[1]
     best, least = np.zeros(columns), float(wanted @ wanted)
     for size in range(1, columns + 1):
         for support in itertools.combinations(range(columns), size):
@@ -51,7 +51,7 @@ def nnls(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def fit(shape: Shape, machine: Machine, points: Sequence[Point]) -> Machine:
-    """``machine`` (rates of linear layers known, no overheads yet) with the overheads and attention rates that fit the points best."""
+    """``machine`` (its linear layers' rates known, no overheads yet) with the overheads and attention rates that fit best."""
     bare = StepModel(shape, attrs.evolve(machine, step_overhead_s=0.0, sequence_overhead_s=0.0, token_overhead_s=0.0))
     phases = [bare.phases(point.work) for point in points]
     seconds = np.array([point.seconds for point in points])

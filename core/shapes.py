@@ -1,4 +1,4 @@
-"""Models described by their config alone, for what needs no weights: the simulator and the ledger. Imports no torch, no transformers.
+"""Models described by their config alone, for what needs no weights: the simulator and the ledger. No torch, no transformers.
 
 A *described* model answers to ``name`` and ``shape(dtype) -> core.arithmetic.Shape``, as every source in core/sources.py
 does too; ``load`` of one without weights is refused with a line that says so.

@@ -28,6 +28,7 @@ from core.types import Limits, Request, SamplingParams
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 READ_BYTES = 256 * 2**20  # more than any cache keeps
 Said = Callable[[str], None]
+Parts = Sequence[tuple[int, int]]
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -84,18 +85,32 @@ class Stepper:
             max_num_batched_tokens=sum(end - start for start, end in parts),
         )
 
-    def time(self, steps: Sequence[Sequence[tuple[int, int]]], rounds: int, said: Said) -> list[Point]:
-        """Median seconds of each kind of step, after one run that is not counted."""
-        made = [self.step(parts) for parts in steps]
-        seconds: list[list[float]] = [[] for _ in made]
+    def time(
+        self, alone: Sequence[Parts], whole: Sequence[Parts], rounds: int, said: Said
+    ) -> tuple[list[Point], list[Point]]:
+        """Median seconds of each kind of step, of ``alone`` without attention, after one run that is not counted.
+
+        Both sorts run in every round: a slow minute of the machine hits them alike.
+        """
+        sorts = [[self.step(parts) for parts in alone], [self.step(parts) for parts in whole]]
+        seconds: list[list[list[float]]] = [[[] for _ in made] for made in sorts]
         for number in range(rounds + 1):
-            for (_, run), kept in zip(made, seconds, strict=True):
-                started = time.perf_counter()
-                run()  # ends with the sampled tokens on the host, so the device is done
-                if number:
-                    kept.append(time.perf_counter() - started)
-            said(f"{number} of {rounds} rounds of {len(made)} kinds of step" if number else "warmed up")
-        return [Point(work, statistics.median(kept)) for (work, _), kept in zip(made, seconds, strict=True)]
+            with self.without_attention():
+                self._round(sorts[0], seconds[0] if number else None)
+            self._round(sorts[1], seconds[1] if number else None)
+            said(f"{number} of {rounds} rounds of {len(alone) + len(whole)} kinds of step" if number else "warmed up")
+        first, second = (
+            [Point(work, statistics.median(kept)) for (work, _), kept in zip(made, times, strict=True)]
+            for made, times in zip(sorts, seconds, strict=True)
+        )
+        return first, second
+
+    def _round(self, made: Sequence[tuple[Work, Callable[[], Any]]], seconds: list[list[float]] | None) -> None:
+        for i, (_, run) in enumerate(made):
+            started = time.perf_counter()
+            run()  # ends with the sampled tokens on the host, so the device is done
+            if seconds is not None:
+                seconds[i].append(time.perf_counter() - started)
 
     @contextmanager
     def without_attention(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Calibration: the fit recovers what made the steps, the file is read or refused with the command, and a small model goes all the way."""
+"""Calibration: the fit recovers what made the steps, a file is read or refused with the command, a small model goes all the way."""
 
 from __future__ import annotations
 
@@ -51,7 +51,13 @@ def steps_of(machine: Machine, noise: float = 0.0) -> list[Point]:
 def test_the_fit_finds_the_machine_that_made_the_steps() -> None:
     points = steps_of(TRUTH)
     found = fit(SHAPE, BARE, points)
-    for name in ("step_overhead_s", "sequence_overhead_s", "token_overhead_s", "attention_bytes_per_s", "attention_flop_per_s"):
+    for name in (
+        "step_overhead_s",
+        "sequence_overhead_s",
+        "token_overhead_s",
+        "attention_bytes_per_s",
+        "attention_flop_per_s",
+    ):
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=1e-6), name
     assert errors(SHAPE, found, points)["worst"] < 1e-6
 
@@ -80,17 +86,22 @@ def test_without_a_calibration_the_command_is_named(monkeypatch: pytest.MonkeyPa
     assert calibrate.main(["--show"]) == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9}', '{"format": 1, "machine": {"name": "x"}, "setup": {}, "fit": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"format": 1}', '{"format": 9}', '{"format": 1, "machine": {"name": "x"}, "setup": {}, "fit": {}}'],
+)
 def test_a_file_that_cannot_be_used_is_named_with_the_command(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ConfigError, match=r"x.json.*run: python -m core.calibrate"):
         Local(file=str(tmp_path / "x.json")).read()
 
 
-def test_a_calibration_speaks_only_for_the_kernels_and_threads_it_was_made_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_calibration_speaks_only_for_the_kernels_and_threads_it_was_made_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     setup = {"model": "m", "dtype": "float32", "kernels": {"case": "torch"}, "linears": "none", "threads": 2}
-    record = {"format": 1, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0, "p90": 0.0, "worst": 0.0, "points": 1}}
+    record = {"format": 1, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0}}
     write_json(calibration_path("m", "float32"), record)
     assert calibrated("m", "float32", setup) == (8e9, 120e9)
     assert calibrated("m", "float32", {**setup, "threads": 1}) is None
@@ -100,8 +111,14 @@ def test_a_calibration_speaks_only_for_the_kernels_and_threads_it_was_made_with(
 
 
 def test_a_simulation_says_what_it_was_measured_with(tmp_path: Path) -> None:
-    setup = {"model": SHAPE.name, "dtype": "float32", "kernels": {"case": "torch"}, "linears": "linears: plain", "threads": 2}
-    record = {"format": 1, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0, "p90": 0.0, "worst": 0.0, "points": 1}}
+    setup = {
+        "model": SHAPE.name,
+        "dtype": "float32",
+        "kernels": {"case": "torch"},
+        "linears": "linears: plain",
+        "threads": 2,
+    }
+    record = {"format": 1, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0}}
     write_json(tmp_path / "m.json", record)
     words = ["executor=roofline", "machine=local", f"machine.file={tmp_path / 'm.json'}", "cache.num_blocks=64"]
     started = start(compose(words), say=lambda line: None)
@@ -111,7 +128,9 @@ def test_a_simulation_says_what_it_was_measured_with(tmp_path: Path) -> None:
     assert any("extrapolated" in line for line in other.lines)
 
 
-def test_a_small_model_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_small_model_is_measured_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The whole way on the tiny model: steps run, the file is there, the table shows it, machine=local reads it."""
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
     words = ["model=tiny", "num_threads=1", "cache.num_blocks=64", "cache.swap_gb=0.001", "max_num_seqs=16"]
@@ -121,6 +140,7 @@ def test_a_small_model_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp
     assert kept["setup"]["threads"] == 1 and kept["machine"]["linear_curve"]
     assert calibrate.main(["--show"]) == 0
     started = start(
-        compose(["executor=roofline", "machine=local", "machine.model=tiny", "model=tiny", "cache.num_blocks=64"]), say=lambda line: None
+        compose(["executor=roofline", "machine=local", "machine.model=tiny", "model=tiny", "cache.num_blocks=64"]),
+        say=lambda line: None,
     )
     assert started.engine.executor.describe()["machine"]["linear_curve"]

@@ -24,7 +24,13 @@ from core.state import Sequence
 from core.types import CacheConfig, ConfigError, Limits, Move, Request, SamplingParams
 from core.workloads.synthetic import Synthetic
 
-BASE = ["executor=roofline", "model=llama2-7b", "cache.memory_fraction=0.95", "max_num_seqs=512", "max_num_batched_tokens=2048"]
+BASE = [
+    "executor=roofline",
+    "model=llama2-7b",
+    "cache.memory_fraction=0.95",
+    "max_num_seqs=512",
+    "max_num_batched_tokens=2048",
+]
 H100 = {"memory_gb": 80.0, "bandwidth_bytes_per_s": 3.35e12, "flop_per_s": 989e12, "link_bytes_per_s": 64e9}
 
 
@@ -47,7 +53,9 @@ def executor_of(machine: Machine, model: Any = None, block_size: int = 16) -> Ro
     return executor
 
 
-def run_of(row: int, start: int, end: int, known: int, *, n: int = 1, recorded: int | None = None, seed: int = 5) -> Run:
+def run_of(
+    row: int, start: int, end: int, known: int, *, n: int = 1, recorded: int | None = None, seed: int = 5
+) -> Run:
     params = SamplingParams(max_tokens=8, n=n)
     request = Request(
         id=row, prompt_token_ids=tuple(range(known)), params=params, arrival_s=0.0, recorded_output_tokens=recorded
@@ -71,7 +79,11 @@ def test_it_serves_with_torch_and_transformers_blocked() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(__file__).parents[2])
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, env={"PYTHONPATH": root, "PATH": "/usr/bin"}, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env={"PYTHONPATH": root, "PATH": "/usr/bin"},
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert json.loads((Path(folder) / "result.json").read_text())["requests"]["finished"] == 3
@@ -123,7 +135,9 @@ def test_a_4k_prefill_takes_129_ms_in_one_piece_and_about_that_in_chunks() -> No
         part.add(begin, begin + 512, sampled=begin == 3584)
         chunked += steps.seconds(part)
     assert prefill_s(shape, machine, 4096) == pytest.approx(129.4e-3, rel=1e-3)
-    assert steps.seconds(whole) == pytest.approx(prefill_s(shape, machine, 4096), rel=0.05)  # one row of logits, not 4096
+    assert steps.seconds(whole) == pytest.approx(
+        prefill_s(shape, machine, 4096), rel=0.05
+    )  # one row of logits, not 4096
     assert chunked == pytest.approx(steps.seconds(whole), rel=1e-3)
 
 
@@ -142,7 +156,9 @@ def test_several_cards_share_bytes_and_flop_and_pay_for_all_reduces() -> None:
     import attrs
 
     four = attrs.evolve(one, cards=4)
-    machine = Machine(name="m", **{**H100, "bandwidth_bytes_per_s": 1e6}, card_link_bytes_per_s=1e6, card_latency_s=0.25)
+    machine = Machine(
+        name="m", **{**H100, "bandwidth_bytes_per_s": 1e6}, card_link_bytes_per_s=1e6, card_latency_s=0.25
+    )
     work = Work()
     work.add(9, 10, sampled=True)
     alone, together = StepModel(one, machine).phases(work), StepModel(four, machine).phases(work)
@@ -158,7 +174,9 @@ def test_runs_and_packed_arrays_give_the_same_tokens_and_the_same_time() -> None
         block_size=16, num_blocks=64, num_swap_blocks=0, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64
     )
     batch, sampling = BatchBuilder(limits).pack(runs), sampling_batch(runs)
-    first, second = (executor_of(Machine(name="m", **H100, step_overhead_s=1.0, sequence_overhead_s=0.1)) for _ in range(2))
+    first, second = (
+        executor_of(Machine(name="m", **H100, step_overhead_s=1.0, sequence_overhead_s=0.1)) for _ in range(2)
+    )
     by_runs, by_arrays = first.execute_runs(runs, []), second.execute(batch, [], sampling)
     assert list(by_runs.token_ids) == list(by_arrays.token_ids) and len(by_runs.token_ids) == 3 + 1 + 1
     assert first.now() == second.now() > 1.4
@@ -173,7 +191,9 @@ def test_an_answer_ends_with_eos_at_its_recorded_length_and_nowhere_before() -> 
     engine.submit(range(1, 9), SamplingParams(max_tokens=100, detokenize=False), recorded_output_tokens=7)
     outputs = [out for _ in iter(engine.has_work, False) for out in engine.step().outputs]
     assert (len(outputs), outputs[-1].finish_reason) == (7, "stop")
-    engine.submit(range(1, 9), SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False), recorded_output_tokens=7)
+    engine.submit(
+        range(1, 9), SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False), recorded_output_tokens=7
+    )
     outputs = [out for _ in iter(engine.has_work, False) for out in engine.step().outputs]
     assert (len(outputs), outputs[-1].finish_reason) == (9, "length")
 
@@ -187,7 +207,9 @@ def test_the_pool_is_what_the_weights_leave_of_the_machines_memory() -> None:
 
 
 def test_a_model_that_leaves_no_room_is_refused_with_the_sums() -> None:
-    with pytest.raises(ConfigError, match=r"no room for KV on h100: 0.95 x 80 GB - 141.11 GB of weights = -65.11 GB.*more cards"):
+    with pytest.raises(
+        ConfigError, match=r"no room for KV on h100: 0.95 x 80 GB - 141.11 GB of weights = -65.11 GB.*more cards"
+    ):
         engine_of("model=llama3-70b", "model.cards=1")
     assert engine_of("model=llama3-70b").limits.num_blocks > 0
 
@@ -226,7 +248,9 @@ def test_the_described_default_model_is_the_converted_one() -> None:
         ({"model_type": "x", "hidden_size": 8}, "none of num_hidden_layers"),
     ],
 )
-def test_a_config_that_cannot_be_described_is_refused_with_the_reason(tmp_path: Path, raw: dict[str, Any], message: str) -> None:
+def test_a_config_that_cannot_be_described_is_refused_with_the_reason(
+    tmp_path: Path, raw: dict[str, Any], message: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=message):
         engine_of("model=path", f"model.path={tmp_path / 'config.json'}")
@@ -246,3 +270,44 @@ def test_random_ids_spread_over_the_vocabulary() -> None:
     ids = [made_up_token(32000, 257, seed, 0, end, 0, None) for seed in (1, 10**15) for end in range(1, 2000)]
     counts, _ = np.histogram(ids, bins=8, range=(0, 32000))
     assert counts.min() > 0.8 * counts.max()
+
+
+def in_steady_state(allocator: str, begin_s: float, end_s: float) -> tuple[float, int]:
+    """experiment=chat with 300 requests always in flight: mean of running sequences over time, and the peak."""
+    engine = start(compose(["experiment=chat", f"allocator={allocator}"]), say=lambda line: None).engine
+    params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True, detokenize=False)
+    in_flight, area, span, peak = 0, 0.0, 0.0, 0
+    while engine.executor.now() < end_s:
+        for _ in range(300 - in_flight):
+            engine.submit(range(1, 513), params)
+        report = engine.step()
+        in_flight = 300 - len(report.finished)
+        held = report.num_running + len(report.finished)
+        peak = max(peak, held)
+        if report.started_s > begin_s:
+            area += held * (report.ended_s - report.started_s)
+            span += report.ended_s - report.started_s
+    return area / span, peak
+
+
+def test_naive_never_holds_more_than_29_chats_on_an_h100() -> None:
+    mean, peak = in_steady_state("naive", 1.0, 4.0)
+    assert peak == 29 and mean > 28
+
+
+def test_paged_holds_what_arithmetic_says_of_growing_sequences_within_5_percent() -> None:
+    """A sequence holds ceil((512 + i) / 16) blocks while it decodes token i of 128: 36.5 in the mean, and the pool has 7,452."""
+    mean_blocks = sum(-(-(512 + i) // 16) for i in range(1, 129)) / 128
+    mean, peak = in_steady_state("paged", 12.0, 32.0)
+    assert mean == pytest.approx(7452 / mean_blocks, rel=0.05)  # 204; the watermark and prompts under way take the rest
+    assert peak > mean + 5
+
+
+@pytest.mark.parametrize(
+    "name", sorted(p.stem for p in (Path(__file__).parents[2] / "conf" / "experiment").glob("*.yaml"))
+)
+def test_every_experiment_composes_and_has_its_page(name: str) -> None:
+    config = compose([f"experiment={name}"])
+    assert config.choices["executor"] == "roofline" and config.choices["frontend"] == "replay"
+    page = Path(__file__).parents[2] / "docs" / "experiments" / f"{name}.md"
+    assert f"experiment={name}" in page.read_text()
