@@ -2,9 +2,11 @@
 
     python -m benchmarks.sharing [--requests 900]
 
-Everything is counted from the pool of an engine on ``executor=toy`` with a virtual clock, so the figures are the same on every machine.
+Everything is counted from the pool of an engine on ``executor=toy`` with a virtual clock, so the figures are the same on
+every machine.
 
-* chat: prompts and outputs of lognormal length with ShareGPT's means (161 and 338 tokens: PagedAttention paper, figure 11), blocks of 16,
+* chat: prompts and outputs of lognormal length with ShareGPT's means (161 and 338 tokens: PagedAttention paper, figure 11),
+  blocks of 16,
   max_model_len 4096, max_tokens 1,024, all requests at once into a pool of 29 slots of 4,096 tokens; means over the steps in which
   requests wait. By arithmetic ``limit`` runs 29 of them, and the pool holds 29 times the mean of what a sequence has written
   over its life: that figure is printed beside the measured one. External waste is free blocks that no waiting request
@@ -42,7 +44,9 @@ NAMES = {
 }
 
 
-def engine(*overrides: str, num_blocks: int, max_num_seqs: int = 1024, budget: int = 8192, longest: int = SLOT) -> Engine:
+def engine(
+    *overrides: str, num_blocks: int, max_num_seqs: int = 1024, budget: int = 8192, longest: int = SLOT
+) -> Engine:
     """An engine on the toy model with a virtual clock."""
     sizes = (
         "executor=toy", "executor.step_seconds=1", f"executor.max_position={longest}", f"max_model_len={longest}",
@@ -109,7 +113,8 @@ def chat(overrides: Sequence[str], num_requests: int) -> Chat:
             seen.append((report.num_running, report.memory))
     one.close()
     running = np.array([num for num, _ in seen])
-    memory = {name: np.array([getattr(m, name) for _, m in seen], float) for name in ("written", "internal_waste", "external_waste", "to_write")}  # fmt: skip
+    terms = ("written", "internal_waste", "external_waste", "to_write")
+    memory = {name: np.array([getattr(m, name) for _, m in seen], float) for name in terms}
     pool = seen[0][1].pool
     written, waste = memory["written"].mean(), memory["internal_waste"].mean()
     return Chat(
@@ -158,7 +163,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=900, help="requests of the chat experiment (default 900)")
     given = parser.parse_args()
     console, last = Console(width=110), []
-    shown = Table(title=f"chat: {given.requests} requests, pool of 29 x {SLOT} tokens, block {BLOCK}", title_justify="left")
+    shown = Table(
+        title=f"chat: {given.requests} requests, pool of 29 x {SLOT} tokens, block {BLOCK}", title_justify="left"
+    )
     for column in ("allocator", "running", "internal waste of used", "written of pool", "to write", "external waste"):
         shown.add_column(column, justify="right")
     for name, overrides in NAMES.items():
@@ -174,7 +181,9 @@ def main() -> None:
     console.print(shown)
     console.print(f"naive limit by arithmetic: 29 running, {100 * by_hand:.2f} % of the pool written")
     shared, apart = fan_out(NAMES["paged"]), fan_out(NAMES["naive declared"])
-    console.print(f"fan-out of 8 from 4,096 tokens: {shared:,} tokens' blocks with paged, {apart:,} with naive (declared)")
+    console.print(
+        f"fan-out of 8 from 4,096 tokens: {shared:,} tokens' blocks with paged, {apart:,} with naive (declared)"
+    )
     shown = Table(title="agent of 20 steps", title_justify="left")
     for column in ("allocator", "submitted", "from cache", "computed", "its own outputs, re-sent"):
         shown.add_column(column, justify="right")
