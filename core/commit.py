@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from core.accounting import memory_report
-from core.batch import BatchBuilder, Run
+from core.batch import BatchBuilder, Run, to_score
 from core.hookspecs import ForkGroup
 from core.scratch import Step
 from core.state import Sequence, State, Status
@@ -24,6 +25,8 @@ from core.types import (
     TokenLogprobs,
 )
 
+log = logging.getLogger(__name__)
+
 
 class Drawn:
     """One token drawn for one branch, and what becomes of it."""
@@ -36,6 +39,12 @@ class Drawn:
         self.stop_reason: str | int | None = None
         self.text = ""
         self.logprobs = (logprobs,) if logprobs is not None else ()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Something of this request's own went wrong: it ends, and nobody else does."""
+        log.warning("request %s: %s failed", self.seq.request.id, what, exc_info=error)
+        self.reason, self.stop_reason, self.text = "error", None, ""
+        self.error = f"{what} failed: {type(error).__name__}"
 
 
 class Committer:
@@ -58,8 +67,9 @@ class Committer:
     def open_text(self, seq: Sequence) -> None:
         """Give a new sequence its own decoder state; none when nobody wants its text."""
         if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
-            seq.stream = self.tokenizer.stream()
-            seq.stops = StopMatcher(seq.params.stop) if seq.params.stop else None
+            params = seq.params
+            seq.stream = self.tokenizer.stream(params.skip_special_tokens)
+            seq.stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
 
     def commit(self, step: Step, runs: list[Run], sampling: SamplingBatch, output: StepOutput, now: float) -> None:
         """Record what was computed and drawn at ``now``; end what is over."""
@@ -70,7 +80,10 @@ class Committer:
         step.mark("commit")
         for one in drawn:
             if one.seq.stream is not None and one.error is None:
-                self._text(one)
+                try:
+                    self._text(one)
+                except Exception as error:
+                    one.fail("making text", error)
         step.mark("text")
         for one in drawn:
             step.outputs.append(self._output(one))
@@ -93,7 +106,11 @@ class Committer:
         if len(tokens) != len(sampling):
             raise RuntimeError(f"the executor gave {len(tokens)} tokens for {len(sampling)} samples")
         index = 0
-        for seq, _, end in runs:
+        scores = iter(output.scores)
+        for run in runs:
+            seq, _, end = run
+            if seq.scores is not None:
+                seq.scores += [next(scores) for _ in to_score(run)]
             seq.set_computed(end)
             if end != len(seq.tokens):
                 continue
@@ -103,9 +120,14 @@ class Committer:
             family = []
             for branch in branches:
                 one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
+                if branch.scores and any(s.logprob != s.logprob for s in branch.scores):
+                    one.error, one.reason = "the model gave no usable logits for the prompt", "error"
                 if one.error is None:
                     branch.append(one.token, now)
-                    self._judge(one)
+                    try:
+                        self._judge(one)
+                    except Exception as error:
+                        one.fail("following the grammar", error)
                 family.append(one)
                 index += 1
             drawn += family
@@ -119,6 +141,7 @@ class Committer:
             child = Sequence(parent.request, parent.params, parent.seed, self.state.pool, id=self.next_id(), branch=branch)
             child.first_seen_s, child.first_scheduled_s = parent.first_seen_s, parent.first_scheduled_s
             child.num_cached_tokens = parent.num_cached_tokens
+            child.scores = parent.scores
             self.open_text(child)
             self.state.add(child)
             children.append(child)
@@ -135,15 +158,18 @@ class Committer:
             one.reason, one.stop_reason = "stop", token
         elif len(seq.times) >= seq.view.max_tokens:
             one.reason = "length"
+        elif seq.grammar is not None:
+            seq.grammar.advance(token)
 
     def _text(self, one: Drawn) -> None:
         """New final text; a stop string ends the sequence; at the end held text is let go."""
         seq = one.seq
-        is_eos = one.reason == "stop" and one.stop_reason is None
-        piece = "" if is_eos else seq.stream.push(one.token)
+        params = seq.params
+        ends = one.reason == "stop"  # by this token, which then is no part of the text
+        piece = "" if ends and not params.include_stop_str_in_output else seq.stream.push(one.token)
         if one.reason is not None:
             piece += seq.stream.flush()
-        if seq.stops is None:
+        if seq.stops is None or len(seq.times) <= params.min_tokens:
             one.text = piece
             return
         one.text, matched = seq.stops.push(piece)
@@ -159,6 +185,7 @@ class Committer:
         return Output(
             view.request_id, view.id, view.branch, tokens, one.text, one.reason, one.stop_reason, one.error,
             view.num_prompt_tokens, seq.num_cached_tokens, one.logprobs,
+            tuple(seq.scores) if seq.scores and len(seq.times) == 1 else (),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- forks

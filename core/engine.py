@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from core.batch import BatchBuilder, Run, sampling_batch
+from core.batch import MAX_SCORED_TOKENS, BatchBuilder, Run, sampling_batch, to_score
 from core.blocks import BlockPool
 from core.checks import check_leases, check_plan
 from core.commit import Committer
@@ -24,6 +24,7 @@ from core.relief import Relief
 from core.accounting import memory_report
 from core.scratch import Step
 from core.state import Sequence, State, Status
+from core.structure import Grammars
 from core.types import (
     NO_CHANGE,
     Lease,
@@ -60,6 +61,7 @@ class Engine:
         self.full_checks = checks == "full"
         self.state = State(limits, pool, cost)
         self.metrics = Metrics()
+        self.grammars = Grammars(tokenizer, model)
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
         self._committer = Committer(
@@ -90,7 +92,12 @@ class Engine:
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
         arrival = self.executor.now() if arrival_s is None else arrival_s
-        request = Request(id=self._next_id(), prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
+        if params.structure is not None:
+            labels["grammar"] = self.grammars.compile(params.structure)
+        id = self._next_id()
+        if params.prompt_logprobs is not None:  # a namespace of its own: what another request computed has no logits to score
+            labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
+        request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
         self._commands.append(("add", request))
         return request.id
 
@@ -226,6 +233,7 @@ class Engine:
     def _apply(self, step: Step, plan: Plan, leases: Seq[Lease]) -> list[Run]:
         """Core acts: tables change, sequences start to run, moves are queued; gives what each sequence computes."""
         state, runs = self.state, []
+        score_room = MAX_SCORED_TOKENS
         for chunk, lease in zip(plan.chunks, leases, strict=True):
             seq = state.sequences[chunk.sequence]
             if lease is not NO_CHANGE:
@@ -233,7 +241,11 @@ class Engine:
             if seq.status is not Status.RUNNING:
                 self._admit_to_batch(step, seq, lease)
             start = seq.view.num_computed_tokens
-            runs.append(Run(seq, start, start + min(chunk.num_tokens, len(seq.tokens) - start)))
+            run = Run(seq, start, start + min(chunk.num_tokens, len(seq.tokens) - start))
+            if to_score(run):
+                run = Run(seq, start, min(run.end, start + max(1, score_room)))
+                score_room -= len(to_score(run))
+            runs.append(run)
         check_leases(runs, state, self.hooks, full=self.full_checks)
         step.mark("reserve")
         return runs
@@ -268,6 +280,8 @@ class Engine:
                     f"says {lease.num_cached_tokens} tokens of sequence {seq.id} are cached: it has {view.num_tokens} tokens, "
                     f"{view.num_computed_tokens} computed, and at least one must be left to compute",
                 )
+            if seq.scores is not None and lease.num_cached_tokens > len(seq.scores):
+                raise self.hooks.policy_error("reserve", f"gave sequence {seq.id} cached tokens across cache_salt")
             seq.set_computed(lease.num_cached_tokens)
         if view.where == "none":
             step.query_tokens += view.num_tokens

@@ -54,6 +54,8 @@ class Sequence:
         "num_cached_tokens",  # of the prompt, at its first computation (usage)
         "stream",  # TextStream or None
         "stops",  # StopMatcher or None
+        "grammar",  # core.structure.Constraint or None
+        "scores",  # list[TokenLogprobs] of prompt tokens 1, 2, ... so far; None: not wanted
         "times",  # list[float], when each output token was delivered
         "first_seen_s",
         "first_scheduled_s",
@@ -73,6 +75,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.stream: Any = None
         self.stops: Any = None
+        self.grammar: Any = None if request.grammar is None else request.grammar.start()
+        self.scores: list[Any] | None = None if params.prompt_logprobs is None else []
         self.times: list[float] = []
         self.first_seen_s = 0.0
         self.first_scheduled_s: float | None = None

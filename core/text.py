@@ -62,6 +62,12 @@ class Tokenizer(Protocol):
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A fresh decoder for one sequence."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in the middle of a text, special tokens by their name; b"" for none."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``skip_special_tokens`` leaves this token out."""
+
 
 class _ByteStream:
     """Pieces of bytes to text. ``first`` differs from ``rest`` where the first token drops its leading space."""
@@ -162,6 +168,12 @@ class ByteTokenizer:
         piece = functools.partial(_look_up, self._pieces[skip_special_tokens])
         return _ByteStream(piece, piece)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return _look_up(self._pieces[False], token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in (self.bos_id, self.eos_id)
+
 
 class FolderTokenizer:
     """The tokenizer of a model folder: tokenizer.json, read by the ``tokenizers`` package, and the configs beside it.
@@ -235,6 +247,14 @@ class FolderTokenizer:
             return _WindowStream(functools.partial(self._plain_decode, skip_special_tokens=skip_special_tokens))
         first, rest = (self._table(self._rule, skip_special_tokens, is_first) for is_first in (True, False))
         return _ByteStream(first, rest, self._rule.strip)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._rule is None:
+            return self._plain_decode([token_id], False).encode()
+        return self._piece(self._rule, token_id, False, False) or b""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     def _plain_decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         try:
