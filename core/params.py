@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
@@ -13,6 +14,7 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 1024  # prompts x n of one call
 MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
 MAX_STRUCTURE_CHARS = 65_536
 
@@ -63,6 +65,12 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
         _tokens("bad_words", word, vocab_size)
         if not 1 <= len(word) <= MAX_TOKEN_LISTS:
             raise RequestError(f"a bad word must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
+
+
+def bad_word_ids(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """The tokens of a word, at the beginning of a text and after a space: both must not come out."""
+    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip())]
+    return list(dict.fromkeys(tuple(ids) for ids in spellings if ids))
 
 
 def _structure(params: SamplingParams) -> None:
