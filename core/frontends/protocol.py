@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
+import attrs
 from pydantic import Field, ValidationError, model_validator
 
 from core.frontends.fields import (
@@ -223,12 +224,12 @@ class CompletionRequest(Generation):
 
     def params(self) -> SamplingParams:
         """For the engine: ``echo`` with ``logprobs`` scores the prompt, and no answer is shorter than one token there."""
-        changes: dict[str, Any] = {}
+        params = super().params()
         if self.max_tokens == 0:
-            changes["max_tokens"] = 1
+            params = attrs.evolve(params, max_tokens=1)
         if self.echo and self.logprobs is not None:
-            changes["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        return self.model_copy(update=changes).params() if changes else super().params()
+            params = attrs.evolve(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
 
 
 class ChatRequest(Generation):
@@ -264,11 +265,10 @@ class ChatRequest(Generation):
 
     def params(self) -> SamplingParams:
         """For the engine."""
+        params = super().params()
         if self.max_completion_tokens is not None:
-            return self.model_copy(
-                update={"max_tokens": self.max_completion_tokens, "max_completion_tokens": None}
-            ).params()
-        return super().params()
+            params = attrs.evolve(params, max_tokens=self.max_completion_tokens)
+        return params
 
 
 # ------------------------------------------------------------------------------------------------ other routes
