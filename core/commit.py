@@ -9,6 +9,7 @@ from typing import Any
 from core.accounting import memory_report
 from core.batch import BatchBuilder, Run, to_score
 from core.hookspecs import ForkGroup
+from core.logits import failure
 from core.scratch import Step
 from core.state import Sequence, State, Status
 from core.text import StopMatcher
@@ -44,7 +45,7 @@ class Drawn:
         """Something of this request's own went wrong: it ends, and nobody else does."""
         log.warning("request %s: %s failed", self.seq.request.id, what, exc_info=error)
         self.reason, self.stop_reason, self.text = "error", None, ""
-        self.error = f"{what} failed: {type(error).__name__}"
+        self.error = failure(error, what)
 
 
 class Committer:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from core.logits import Edits, edits_for
+from core.logits import NOTHING_LEFT, Edits, Unsamplable, edits_for, failure
 from core.types import SamplingBatch, SamplingParams, TokenLogprobs
 from core.uniform import uniform
 
@@ -81,9 +81,7 @@ class Sampler:
                     token_ids.append(NO_TOKEN)
             except Exception as error:  # this request's own: nobody else may feel it
                 log.warning("sampling failed for one request", exc_info=error)
-                errors[i] = (
-                    str(error) if isinstance(error, NothingAllowed) else f"sampling failed: {type(error).__name__}"
-                )
+                errors[i] = failure(error)
                 token_ids.append(NO_TOKEN)
         if drawn:  # one wait for the device, not one a row
             for (i, _), token in zip(drawn, torch.stack([token for _, token in drawn]).tolist(), strict=True):
@@ -98,7 +96,7 @@ class Sampler:
         row, params = edited(row, edits), sampling.params[i]
         largest, best_id = row.max(-1)
         if not abs(float(largest)) < float("inf"):
-            raise NothingAllowed("no token is left: what the request allows and what it forbids contradict each other")
+            raise Unsamplable(NOTHING_LEFT)
         if params.temperature == 0:
             return int(best_id)
         number = uniform(sampling.seeds[i], sampling.branches[i], sampling.positions[i])
@@ -119,10 +117,6 @@ class Sampler:
             else token_logprobs(logits[sampling.rows[i]], token_ids[i], params.logprobs)
             for i, params in enumerate(sampling.params)
         ]
-
-
-class NothingAllowed(Exception):
-    """Every token of a row is forbidden."""
 
 
 def edited(row: torch.Tensor, edits: Edits) -> torch.Tensor:

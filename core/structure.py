@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from core.logits import Unsamplable
 from core.types import ModelInfo, RequestError, Structure
 
 CACHE_BYTES = 64 * 2**20
@@ -51,11 +52,11 @@ class Constraint:
     def allowed(self, vocab_size: int) -> np.ndarray:
         """bool [V]: the tokens that may come next; eos tokens only where the text is complete.
 
-        Raises ``RuntimeError`` when the grammar got too complex.
+        Raises ``Unsamplable`` when the grammar got too complex.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise RuntimeError(self._matcher.get_error())
+            raise self._failed()
         mask = np.zeros(vocab_size, bool)
         found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool)
         mask[: len(found)] = found
@@ -63,9 +64,13 @@ class Constraint:
         return mask
 
     def advance(self, token_id: int) -> None:
-        """Take a token that was drawn (not eos); ``RuntimeError`` if the grammar does not."""
+        """Take a token that was drawn (not eos); ``Unsamplable`` if the grammar does not."""
         if not self._matcher.consume_token(token_id):
-            raise RuntimeError(self._matcher.get_error())
+            raise self._failed()
+
+    def _failed(self) -> Unsamplable:
+        reason = self._matcher.get_error().strip().splitlines()
+        return Unsamplable(f"the grammar cannot be followed: {(reason or ['no reason given'])[0][:200]}")
 
 
 class Grammars:

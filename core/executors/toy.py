@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from core.executors import StartHooks
-from core.logits import apply, edits_for
+from core.logits import NOTHING_LEFT, Unsamplable, apply, edits_for, failure
 from core.text import ByteTokenizer
 from core.types import (
     Batch,
@@ -37,10 +37,10 @@ _LAYERS, _HEADS, _HEAD_DIM = 2, 2, 8
 
 
 def _choose(logits: np.ndarray, temperature: float, number: float) -> int:
-    """The best, or a draw by inverse CDF; ``ValueError`` when nothing is allowed."""
+    """The best, or a draw by inverse CDF; ``Unsamplable`` when nothing is allowed."""
     best = int(logits.argmax())
     if not np.isfinite(logits[best]):
-        raise ValueError("no token is left: what the request allows and what it forbids contradict each other")
+        raise Unsamplable(NOTHING_LEFT)
     if temperature == 0:
         return best
     sums = np.exp((logits - logits[best]) / temperature).cumsum()
@@ -127,7 +127,7 @@ class ToyExecutor:
             try:
                 tokens.append(self._draw(rows[sampling.rows[i]], sampling, i))
             except Exception as error:  # this request's own, as in core/sampler.py
-                errors[i] = str(error) if isinstance(error, ValueError) else f"sampling failed: {type(error).__name__}"
+                errors[i] = failure(error)
                 tokens.append(-1)
         logprobs = None
         if any(p.logprobs is not None for p in sampling.params):

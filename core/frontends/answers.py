@@ -18,6 +18,7 @@ from core.frontends.fields import ApiError
 from core.frontends.logprobs import CompletionLogprobs, chat_content, joined, prompt_logprobs
 from core.frontends.loop import public_reason
 from core.frontends.prepare import Asked
+from core.logits import UNSAMPLABLE
 from core.types import Output, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
@@ -31,6 +32,8 @@ def refuse_bad(output: Output, engine_stopped: bool = False) -> None:
         raise ApiError(400, message)
     if output.finish_reason == "abort":
         raise ApiError(503, message)
+    if output.finish_reason == "error" and message.startswith(UNSAMPLABLE):
+        raise ApiError(400, message)
     if output.finish_reason == "error":
         raise ApiError(503 if engine_stopped else 500, message)
 

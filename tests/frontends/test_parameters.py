@@ -299,8 +299,7 @@ def test_which_tokens_may_come(hashed: Server, route: str) -> None:
 def test_what_contradicts_itself_ends_that_request_alone(hashed: Server, route: str) -> None:
     """Nothing is allowed: an error of this request; the one beside it is served."""
     reply = post(hashed, route, body(route, allowed_token_ids=[65], bad_words=["A"]))
-    assert reply.status == 500 and "contradict" in reply.error()["message"]
-    assert "allowed" in post(hashed, route, body(route, allowed_token_ids=[320])).error()["message"]
+    assert reply.status == 400 and "no token is left" in reply.error()["message"]
     for fields in ({"allowed_token_ids": [320]}, {"logit_bias": {"320": 1}}, {"min_tokens": 13}):
         reply = post(hashed, route, body(route, **fields))
         assert (reply.status, reply.error()["param"]) == (400, next(iter(fields)))
@@ -405,7 +404,7 @@ def test_hostile_grammars_cost_little(hashed: Server, structured: dict[str, Any]
     """Served or refused, in bounded time; a stream beside them keeps its pace."""
     started = time.monotonic()
     reply = post(hashed, COMPLETIONS, body(COMPLETIONS, structured_outputs=structured, max_tokens=5))
-    assert reply.status in (200, 400) or "sampling failed" in reply.error()["message"]
+    assert reply.status in (200, 400)
     assert time.monotonic() - started < 5
     assert post(hashed, COMPLETIONS, body(COMPLETIONS, max_tokens=1)).status == 200
 
