@@ -3,9 +3,16 @@
 For each sequence with device blocks: its capacity is ``blocks x block_size``; ``written`` is what is computed; ``to_write`` is what it
 will still write into the blocks it has (up to its declared limit, or its recorded length in a replay; the last token of an answer
 is never written); the rest is ``internal_waste``. Blocks with several owners are counted once: ``shared`` is what that saves.
+
+Of the free blocks, ``cached`` is those whose content can be found (the pool knows: ``BlockPool.keep``); they can be taken at any time,
+so they are not in use. ``external_waste`` is free blocks that no waiting sequence can use: the allocator says how many consecutive
+blocks each would reserve (hook ``reservations``), and the pool how many free blocks lie in shorter runs than the least of them. It is
+0 while nothing waits, and for allocators that take any free block.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from core.state import State
 from core.types import HOLE, MemoryReport, SequenceView
@@ -23,7 +30,23 @@ def _owners_of_tail(view: SequenceView, table: list[int], refs: list[int], size:
     return refs[table[index]] if view.num_computed_tokens % size and table[index] != HOLE else 1
 
 
-def memory_report(state: State, copied_bytes: int) -> MemoryReport:
+def external_waste(state: State, hooks: Any) -> int:
+    """Free tokens in runs too short for any waiting sequence's reservation; see the module's docstring."""
+    pool = state.pool
+    if not state.waiting or not pool.num_free or not hooks.has("reservations"):
+        return 0
+    head = state.waiting[: state.limits.max_num_seqs]
+    runs = hooks.reservations(sequences=head)
+    if runs is None:
+        return 0
+    if len(runs) != len(head) or not all(isinstance(n, int) and n >= 0 for n in runs):
+        raise hooks.policy_error(
+            "reservations", f"gave {runs!r} for {len(head)} sequences: a number of blocks for each"
+        )
+    return pool.free_in_runs_below(min(runs)) * pool.block_size
+
+
+def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryReport:
     """This step's report, in tokens. O(running sequences)."""
     pool, size = state.pool, state.limits.block_size
     refs, sequences = pool.refs, state.sequences
@@ -52,9 +75,9 @@ def memory_report(state: State, copied_bytes: int) -> MemoryReport:
         written=written,
         to_write=rest,
         internal_waste=reserved - written - rest,
-        external_waste=0,
+        external_waste=external,
         shared=shared,
-        cached=0,
+        cached=pool.num_cached * size,
         copied_bytes=copied_bytes,
     )
 

@@ -5,19 +5,28 @@ Life of a block::
             take, take_run, take_ids              share                give
     free  ---------------------------->  refs 1  ------->  refs n  ---------->  refs n - 1 ... 0: free, at the back of the queue
 
-The free blocks are one queue: never used ones in ascending order, then given back ones, longest free first. So ``take`` reuses
-the block that has been free longest, and an allocator that keeps an index over the content of free blocks gets an LRU cache
-for nothing: a block keeps its content until it is taken, and ``take_ids`` takes a given block out of the middle in O(1).
+The free blocks are one queue: never used ones in ascending order, then given back ones, longest free first, each sequence's in the
+order in which its allocator names them. So ``take`` reuses the block that has been free longest, and blocks that lay side by side
+come back side by side.
+
+Cached content. An allocator that can find a block by what it holds says so (``keep``). Such a block goes to the back of the queue
+when it is free and one without findable content to the front, so ``take`` reuses what nobody can find first, then the least
+recently used: the free queue is the cache. Reusing a kept block tells its owner (``on_reuse``); ``take_ids`` takes a wanted
+one back, content and all. Everything is O(1) a block.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from core.runs import Fit, FreeRuns, as_runs
 
 
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens. Every operation is O(blocks named), but ``take_run`` which searches.
+    """``num_blocks`` blocks of ``block_size`` tokens. Every operation is O(blocks named), a search for a run O(log num_blocks).
 
     ``refs[block]`` is the number of block tables that hold the block; read it, never write it. Errors are ``ValueError`` with the
     numbers: core turns one that a plugin caused into a ``PolicyError`` that names it.
@@ -30,8 +39,14 @@ class BlockPool:
         self.block_size = block_size
         self.refs: list[int] = [0] * num_blocks
         self.num_extra_refs = 0  # sum of max(0, refs - 1): blocks that sharing saves
+        self.num_cached = 0  # free blocks whose content can be found
+        self.on_reuse: Callable[[int, Any], None] | None = (
+            None  # told (block, owner) when kept content is lost to ``take``
+        )
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._taken = bytearray(num_blocks)  # 1 where refs > 0, for the search of runs
+        self._kept: dict[int, Any] = {}  # block -> owner
+        self.kept: Mapping[int, Any] = MappingProxyType(self._kept)
+        self._runs: FreeRuns | None = None  # made at the first search for a run
 
     @property
     def num_free(self) -> int:
@@ -42,36 +57,68 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    # ------------------------------------------------------------------------------------------- taking
+
     def take(self, n: int) -> list[int]:
         """``n`` free blocks, those free longest first, now with one reference each."""
-        free = self._free
+        free, refs = self._free, self.refs
         if n > len(free) or n < 0:
             raise ValueError(f"asked for {n} blocks, {len(free)} of {self.num_blocks} are free")
-        taken = [free.popitem(last=False)[0] for _ in range(n)]
+        pop = free.popitem
+        taken = [pop(False)[0] for _ in range(n)]
         for block in taken:
-            self.refs[block] = 1
-            self._taken[block] = 1
+            refs[block] = 1
+        if self._kept:
+            self._lose(taken)
+        if self._runs is not None:
+            for start, length in as_runs(taken):
+                self._runs.remove(start, length)
         return taken
 
-    def take_run(self, n: int) -> list[int] | None:
-        """The first run of ``n`` consecutive free blocks, or None when no hole is that long."""
-        start = self._taken.find(bytes(n)) if n > 0 else -1
-        if start < 0:
+    def take_run(self, n: int, fit: Fit = "first") -> list[int] | None:
+        """``n`` consecutive free blocks from the lowest hole that is long enough (``best``: the shortest), or None."""
+        starts = self.find_runs((n,), fit) if n > 0 else ()
+        if not starts:
             return None
-        run = list(range(start, start + n))
+        run = list(range(starts[0], starts[0] + n))
+        self._lose(run)
         self.take_ids(run)
         return run
 
+    def find_runs(self, lengths: Sequence[int], fit: Fit = "first") -> list[int]:
+        """Starts of disjoint runs of free blocks, one a length, as far as they fit one after the other. Nothing is taken."""
+        runs, starts = self._free_runs(), []
+        for n in lengths:
+            start = runs.find(n, fit)
+            if start is None:
+                break
+            runs.remove(start, n)
+            starts.append(start)
+        for start, n in zip(starts, lengths, strict=False):
+            runs.add(start, n)
+        return starts
+
     def take_ids(self, blocks: Iterable[int]) -> None:
-        """Take exactly these free blocks (a run, or cached content that is wanted again): all or none."""
+        """Take exactly these free blocks, all or none. Kept content stays findable: this is how it is wanted again."""
         blocks = list(blocks)
         held = [b for b in blocks if b not in self._free]
         if held or len(set(blocks)) != len(blocks):
             raise ValueError(f"blocks {held or blocks} cannot be taken: not free, or named twice")
+        kept = self._kept
         for block in blocks:
             del self._free[block]
             self.refs[block] = 1
-            self._taken[block] = 1
+            if kept and block in kept:
+                self.num_cached -= 1
+        if self._runs is not None:
+            for start, length in as_runs(blocks):
+                self._runs.remove(start, length)
+
+    def next_to_take(self, block: int) -> None:
+        """Put a free block at the front of the queue: how an allocator chooses what ``take`` reuses."""
+        self._free.move_to_end(block, last=False)
+
+    # ------------------------------------------------------------------------------------------- sharing and giving back
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference on each block; only blocks that someone holds can be shared."""
@@ -82,29 +129,84 @@ class BlockPool:
             self.num_extra_refs += 1
 
     def give(self, blocks: Sequence[int]) -> None:
-        """Drop one reference on each block; one without references goes to the back of the free queue, in the order given."""
-        refs = self.refs
+        """Drop one reference on each block. One without references is free: at the back of the queue, in the order given.
+
+        Where content is kept, a block without any goes to the front instead.
+        """
+        refs, free, kept, freed = self.refs, self._free, self._kept, []
+        try:
+            for block in blocks:
+                count = refs[block] if 0 <= block < self.num_blocks else 0
+                if count > 1:
+                    refs[block] = count - 1
+                    self.num_extra_refs -= 1
+                elif count == 1:
+                    refs[block] = 0
+                    free[block] = None
+                    freed.append(block)
+                    if kept:
+                        if block in kept:
+                            self.num_cached += 1
+                        else:
+                            free.move_to_end(block, last=False)
+                else:
+                    raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
+        finally:
+            if self._runs is not None:
+                for start, length in as_runs(freed):
+                    self._runs.add(start, length)
+
+    # ------------------------------------------------------------------------------------------- cached content
+
+    def keep(self, block: int, owner: Any) -> None:
+        """The content of this block can be found; ``owner`` is what ``on_reuse`` is told when it is lost."""
+        if block not in self._kept and not self.refs[block]:
+            self.num_cached += 1
+            self._free.move_to_end(block)
+        self._kept[block] = owner
+
+    def drop(self, block: int) -> None:
+        """The content of this block can no longer be found; if the block is free it is reused next."""
+        del self._kept[block]
+        if not self.refs[block]:
+            self.num_cached -= 1
+            self._free.move_to_end(block, last=False)
+
+    def _lose(self, blocks: Sequence[int]) -> None:
+        """Forget the content of blocks that are reused."""
         for block in blocks:
-            count = refs[block] if 0 <= block < self.num_blocks else 0
-            if count > 1:
-                refs[block] = count - 1
-                self.num_extra_refs -= 1
-            elif count == 1:
-                refs[block] = 0
-                self._taken[block] = 0
-                self._free[block] = None
-            else:
-                raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
+            owner = self._kept.pop(block, self)
+            if owner is not self:
+                self.num_cached -= 1
+                if self.on_reuse is not None:
+                    self.on_reuse(block, owner)
+
+    # ------------------------------------------------------------------------------------------- runs, self-check
+
+    def _free_runs(self) -> FreeRuns:
+        if self._runs is None:
+            self._runs = FreeRuns(self.num_blocks, self._free)
+        return self._runs
 
     def largest_run(self) -> int:
-        """Length in blocks of the longest run of free blocks. O(num_blocks): for reports."""
-        return max(map(len, self._taken.split(b"\x01")), default=0)
+        """Length in blocks of the longest run of free blocks."""
+        return self._free_runs().largest
+
+    def free_in_runs_below(self, n: int) -> int:
+        """Free blocks in runs of less than ``n`` blocks: too short for a reservation of ``n``."""
+        return self._free_runs().shorter_than(n)
 
     def check(self) -> None:
         """Raise ``AssertionError`` with the numbers when the pool contradicts itself. O(num_blocks)."""
         for block, count in enumerate(self.refs):
-            assert (count == 0) == (block in self._free), f"block {block} has {count} references, free: {block in self._free}"
-            assert bool(count) == bool(self._taken[block]), f"block {block}: run map says {self._taken[block]}, refs {count}"
+            assert (count == 0) == (block in self._free), (
+                f"block {block} has {count} references, free: {block in self._free}"
+            )
         extra = sum(c - 1 for c in self.refs if c > 1)
         assert extra == self.num_extra_refs, f"{extra} shared references, counter says {self.num_extra_refs}"
         assert all(0 <= b < self.num_blocks for b in self._free), "the free queue names a block outside the pool"
+        cached = sum(1 for b in self._kept if not self.refs[b])
+        assert cached == self.num_cached, f"{cached} free blocks have kept content, counter says {self.num_cached}"
+        if self._runs is not None:
+            holes = as_runs(sorted(self._free))
+            assert self._runs.holes() == holes, f"free runs are {holes}, the index says {self._runs.holes()}"

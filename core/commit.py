@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from core.accounting import memory_report
+from core.accounting import external_waste, memory_report
 from core.batch import BatchBuilder, Run, to_score
 from core.hookspecs import ForkGroup
 from core.logits import failure
@@ -77,7 +77,7 @@ class Committer:
         drawn, forking = self._append(runs, sampling, output, now)
         step.num_sampled = len(drawn)
         # before anything is given back: what the forward pass just used
-        step.memory = memory_report(self.state, step.num_copies * self.block_bytes)
+        step.memory = memory_report(self.state, step.num_copies * self.block_bytes, external_waste(self.state, self.hooks))
         step.mark("commit")
         for one in drawn:
             if one.seq.stream is not None and one.error is None:
@@ -215,13 +215,18 @@ class Committer:
         parent = group.parent
         table = [block for _, block in lease.blocks]
         needed = -(-parent.num_computed_tokens // self.state.limits.block_size)
-        if [i for i, _ in lease.blocks] != list(range(needed)) or any(self.state.pool.refs[b] < 1 for b in table):
+        in_order = [i for i, _ in lease.blocks] == list(range(len(table)))
+        if not in_order or len(table) < needed or not all(self._is_held(b) for b in table):
             raise self.hooks.policy_error("fork", f"gave {lease.blocks} for a parent with {needed} blocks of computed tokens")
+        step.num_forked += 1
         child.table.extend(table)
         child.set_computed(parent.num_computed_tokens)
         step.late_moves.extend(lease.moves)
         self.state.move(child, Status.RUNNING)
         self.builder.set_row(child.row, child.table)
+
+    def _is_held(self, block: int) -> bool:
+        return 0 <= block < self.state.limits.num_blocks and self.state.pool.refs[block] > 0
 
     # ------------------------------------------------------------------------------------------- endings
 

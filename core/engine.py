@@ -19,9 +19,9 @@ from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
 from core.metrics import Metrics, check_record
-from core.params import check_request
+from core.params import check_request, check_salt
 from core.relief import Relief
-from core.accounting import memory_report
+from core.accounting import external_waste, memory_report
 from core.scratch import Step
 from core.state import Sequence, State, Status
 from core.structure import Grammars
@@ -35,6 +35,7 @@ from core.types import (
     Plan,
     Refusal,
     Request,
+    RequestError,
     SamplingParams,
     StepReport,
 )
@@ -91,6 +92,7 @@ class Engine:
         """
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
+        check_salt(labels.get("cache_salt", ""))
         arrival = self.executor.now() if arrival_s is None else arrival_s
         if params.structure is not None:
             labels["grammar"] = self.grammars.compile(params.structure)
@@ -104,6 +106,15 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request at the next step. An unknown or finished id, or a second call, is harmless."""
         self._commands.append(("abort", request_id))
+
+    def reset_cache(self) -> None:
+        """Forget all cached prompt blocks at the next step: requests submitted after this call find none of what was there.
+
+        Sequences that run keep their blocks, which are no longer offered to others. ``RequestError`` when the allocator caches nothing.
+        """
+        if not self.hooks.has("reset_cache"):
+            raise RequestError(f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset")
+        self._commands.append(("reset_cache", None))
 
     def has_work(self) -> bool:
         return bool(self._commands or self.state.sequences)
@@ -157,6 +168,8 @@ class Engine:
         return commands
 
     def _intake(self, step: Step, commands: list[tuple[str, Any]]) -> None:
+        if any(kind == "reset_cache" for kind, _ in commands):
+            self.hooks.reset_cache()
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
             refusals = self._admit(new)
@@ -313,10 +326,11 @@ class Engine:
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             stage_seconds=step.seconds,
-            memory=step.memory or memory_report(state, 0),
+            memory=step.memory or memory_report(state, 0, external_waste(state, self.hooks)),
             wait_until=plan.wait_until,
             prefix_query_tokens=step.query_tokens,
             prefix_hit_tokens=step.hit_tokens,
+            num_forked=step.num_forked,
         )
         self.metrics.update(report)
         if step.preempted and self.hooks.has_observers("sequences_preempted"):

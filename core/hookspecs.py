@@ -18,13 +18,13 @@ A policy is an attrs class (``eq=False``, since pluggy compares plugins by equal
 
 One step, with the hooks it calls::
 
-    intake   admit, release (aborts), requests_arrived
+    intake   reset_cache (when an operator asks), admit, release (aborts), requests_arrived
     look     cached_tokens
     plan     plan_step
     reserve  reserve                                   <-+
     relieve  choose_victims, release (evictions)  -------+  until the plan fits
     pack, move, forward, sample                             (no hooks: the executor and the kernel that select_kernel chose)
-    commit   commit, fork, release (finished), sequences_preempted, sequences_finished, step_finished
+    commit   reservations, commit, fork, release (finished), sequences_preempted, sequences_finished, step_finished
 """
 
 from __future__ import annotations
@@ -184,6 +184,23 @@ class StepSpec:
         """
 
     @hookspec(firstresult=True)
+    def reservations(self, sequences: Sequence[SequenceView]) -> Sequence[int] | None:
+        """Give, for each waiting sequence, the consecutive blocks that its first chunk would reserve. A look: no state changes.
+
+        Called at commit, at most once a step, with a bounded head of the waiting queue, and only when something waits while blocks are
+        free. Core counts as external waste the free blocks in runs shorter than the least of them. None, or no provider: any
+        free block will do, so there is no external waste.
+        """
+
+    @hookspec(firstresult=True)
+    def reset_cache(self) -> object:
+        """Forget every cached block: no later request is served from content written before.
+
+        Called at intake, before new requests are admitted, when ``Engine.reset_cache`` was called. Sequences that hold blocks keep them, but
+        those are no longer offered to others. The result is ignored. Without a provider ``Engine.reset_cache`` refuses.
+        """
+
+    @hookspec(firstresult=True)
     def release(self, releases: Sequence[Release]) -> object:
         """Take back exactly these blocks: one reference each.
 
@@ -222,6 +239,6 @@ class EndSpec:
 
 SPECS = (DiscoverySpec, StartSpec, StepSpec, ObserverSpec, EndSpec)
 DECIDERS_REQUIRED = ("plan_step", "reserve", "release", "choose_victims")
-DECIDERS_OPTIONAL = ("admit", "cached_tokens", "commit", "fork", "prepare_model")
-ALLOCATOR_HOOKS = ("admit", "cached_tokens", "reserve", "fork", "commit", "release")
+DECIDERS_OPTIONAL = ("admit", "cached_tokens", "commit", "fork", "reservations", "reset_cache", "prepare_model")
+ALLOCATOR_HOOKS = ("admit", "cached_tokens", "reserve", "fork", "commit", "reservations", "reset_cache", "release")
 OBSERVER_HOOKS = ("requests_arrived", "sequences_preempted", "sequences_finished", "step_finished")

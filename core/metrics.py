@@ -31,6 +31,9 @@ running.
     used_of_pool     = written / pool
     used_of_reserved = written / reserved; its mean is the ratio of the two means over time
     written + to_write + internal_waste = reserved
+
+**forks**: branches that started from their parent's blocks (not those that queued as ordinary sequences), and the bytes that
+copies of blocks moved for them, by copy on write or, where an allocator cannot share, of the whole prompt.
 """
 
 from __future__ import annotations
@@ -114,6 +117,8 @@ class Metrics:
         self.output_tokens = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self.forked_branches = 0
+        self.copied_bytes = 0
         self.ttft, self.scheduling, self.queueing, self.prefill = Series(), Series(), Series(), Series()
         self.tpot, self.itl, self.e2e = Series(), Series(), Series()
         self._start_s: float | None = None  # start of the first step that computed something
@@ -132,6 +137,9 @@ class Metrics:
         """Take one step. Cost: a few microseconds, and about two for each sequence that finished in it."""
         self.prefix_query_tokens += report.prefix_query_tokens
         self.prefix_hit_tokens += report.prefix_hit_tokens
+        self.forked_branches += report.num_forked
+        if report.memory is not None:
+            self.copied_bytes += report.memory.copied_bytes
         totals = self.stage_seconds
         for stage, seconds in report.stage_seconds.items():
             totals[stage] += seconds
@@ -215,6 +223,11 @@ class Metrics:
             "kv": self._kv.summary(self._end_s - self._step_s),
             "preemptions": dict(self.preemptions),
             "prefix": {"query_tokens": self.prefix_query_tokens, "hit_tokens": self.prefix_hit_tokens},
+            "forks": {
+                "branches": self.forked_branches,
+                "copied_bytes": self.copied_bytes,
+                "copied_bytes_per_branch": _ratio(self.copied_bytes, self.forked_branches),
+            },
             "stage_seconds": dict(self.stage_seconds),
         }
 

@@ -17,6 +17,7 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  # prompts x n of one call
 MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
 MAX_STRUCTURE_CHARS = 65_536
+MAX_SALT_CHARS = 256
 
 
 def _number(name: str, value: object, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
@@ -85,6 +86,14 @@ def _structure(params: SamplingParams) -> None:
         )
     if params.ignore_eos:
         raise RequestError("ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos")
+
+
+def check_salt(salt: object) -> None:
+    """Check the name of a cache namespace: requests share cached blocks only with requests of the same ``cache_salt``."""
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, got {type(salt).__name__}", "cache_salt")
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(salt)}", "cache_salt")
 
 
 def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:

@@ -58,6 +58,8 @@ class EngineHooks:
     choose_victims: Callable[..., Any]
     fork: Callable[..., Any]
     commit: Callable[..., Any]
+    reservations: Callable[..., Any]
+    reset_cache: Callable[..., Any]
     release: Callable[..., Any]
 
     def __init__(self, chosen: Sequence[Chosen], observer_errors: str = "raise"):

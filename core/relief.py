@@ -102,7 +102,11 @@ class Relief:
         return attrs.evolve(plan, chunks=tuple([c for c in plan.chunks if c.sequence != newest.id]))
 
     def _unblock(self, step: Step, plan: Plan, shortfall: Shortfall) -> Plan:
-        """No victim is left. Swapped sequences give up the shared blocks they hold on the device; else the first cannot be served."""
+        """No victim is left: what does not fit waits. If nothing fits, swapped sequences give up the shared blocks they hold on the
+        device; else the first cannot be served.
+        """
+        if shortfall.num_fitting:
+            return attrs.evolve(plan, chunks=plan.chunks[: shortfall.num_fitting])
         for seq in reversed(self.state.swapped()):
             if seq.device_blocks():
                 self._drop_kv(step, seq, "turned")

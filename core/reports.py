@@ -105,6 +105,7 @@ class StepReport:
     wait_until: float | None = None
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    num_forked: int = 0  # branches that started from their parent's blocks
 
     @property
     def idle(self) -> bool:

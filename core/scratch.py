@@ -23,6 +23,7 @@ class Step:
         "finished",
         "memory",
         "num_sampled",
+        "num_forked",
         "query_tokens",
         "hit_tokens",
         "seconds",
@@ -39,6 +40,7 @@ class Step:
         self.finished: list[Finished] = []
         self.memory: MemoryReport | None = None  # at its fullest, before commit gives anything back
         self.num_sampled = 0
+        self.num_forked = 0  # branches that started from their parent's blocks
         self.query_tokens = 0
         self.hit_tokens = 0
         self.seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)

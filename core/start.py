@@ -90,6 +90,7 @@ def _start(config: DictConfig, root: Root, executor: Any, hooks: EngineHooks, te
             cost=cost,
             seed=root.seed,
             num_free_swap_blocks=lambda: engine.stats()["free_swap_blocks"],
+            swap=engine.state.swap,
         )
     )
     executor.warm_up()

@@ -331,6 +331,7 @@ class EngineInfo:
     cost: CostModel
     seed: int  # for a policy that wants random numbers: make your own generator from it
     num_free_swap_blocks: Callable[[], int] | None = None  # free host blocks, asked at any time
+    swap: BlockPool | None = None  # host blocks: core takes them for swapped sequences; a cache may keep content in free ones
 
 
 # ------------------------------------------------------------------------------------------------ plugins

@@ -24,6 +24,12 @@ def provide_policies() -> list[Policy]:
         Policy("model", "path", "core.sources.Path", "a model folder of your own: model.path=FOLDER"),
         Policy("allocator", "paged", "plugins.allocators.paged.PagedAllocator", "blocks on demand, one at a time"),
         Policy(
+            "allocator", "naive", "plugins.allocators.naive.NaiveAllocator", "one run a sequence, forks copy, no sharing"
+        ),
+        Policy(
+            "allocator", "prefix", "plugins.allocators.prefix.PrefixAllocator", "paged, shared across requests by content"
+        ),
+        Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
         Policy(

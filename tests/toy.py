@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +14,7 @@ from core.executors.toy import ToyExecutor
 from core.plugins import Chosen, EngineHooks
 from core.types import EngineInfo, Limits, Output, SamplingParams, StepReport
 from plugins.allocators.paged import PagedAllocator
+from plugins.allocators.prefix import PrefixAllocator
 from plugins.preemption.recompute import Recompute
 from plugins.schedulers.chunked import ChunkedScheduler
 
@@ -35,6 +36,8 @@ class Work:
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
+    salt: str = ""
+    recorded: int | None = None
     arrives: int = 0  # step before which it is submitted
     aborts: int | None = None  # step before which it is aborted
 
@@ -83,11 +86,28 @@ def make_engine(
     executor.allocate(limits)
     pool = BlockPool(num_blocks, block_size)
     cost = CostModel.of(model, link_bytes_per_s, prefill_flop_per_s)
-    hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed))
-    return Engine(
+    engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
         tokenizer=executor.tokenizer, checks=checks, seed=seed,
     )  # fmt: skip
+    hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed, swap=engine.state.swap))
+    return engine
+
+
+def check_cache(engine: Engine) -> None:
+    """Each block that the prefix allocator could find holds what its key says, in place, and no other is kept."""
+    allocator = engine.hooks.chosen[0].plugin
+    if not isinstance(allocator, PrefixAllocator):
+        return
+    executor, found = engine.executor, {"device": set(), "host": set()}
+    slots = {"device": executor._slots, "host": executor._host}
+    for where, block, start, tokens in allocator.cached_blocks():
+        written = [token + (start + i << 20) for i, token in enumerate(tokens)]
+        assert slots[where][block].tolist() == written, f"{where} block {block} does not hold what its key says"
+        assert block not in found[where], f"{where} block {block} stands for two contents"
+        found[where].add(block)
+    assert found["device"] == set(engine.pool.kept) and found["host"] == set(engine.state.swap.kept)
+    engine.state.swap.check()
 
 
 class Result:
@@ -116,7 +136,9 @@ class Result:
         return sum(1 for r in self.reports for p in r.preempted if p.kind == kind)
 
 
-def run(engine: Engine, work: Sequence[Work], step_cap: int = STEP_CAP) -> Result:
+def run(
+    engine: Engine, work: Sequence[Work], step_cap: int = STEP_CAP, after_step: Callable[[Engine], None] | None = None
+) -> Result:
     """Serve ``work`` to the end; every step with work must compute something, and nothing may be left afterwards."""
     result, index = Result(), {}
     pending = sorted(range(len(work)), key=lambda i: work[i].arrives)
@@ -124,7 +146,9 @@ def run(engine: Engine, work: Sequence[Work], step_cap: int = STEP_CAP) -> Resul
     for step in range(step_cap):
         while pending and (work[pending[0]].arrives <= step or not engine.has_work()):
             i = pending.pop(0)
-            ids[i] = engine.submit(work[i].prompt, work[i].params())
+            ids[i] = engine.submit(
+                work[i].prompt, work[i].params(), cache_salt=work[i].salt, recorded_output_tokens=work[i].recorded
+            )
             index[ids[i]] = i
         for i, request_id in ids.items():
             if work[i].aborts == step:
@@ -134,6 +158,8 @@ def run(engine: Engine, work: Sequence[Work], step_cap: int = STEP_CAP) -> Resul
             return result
         report = engine.step()
         result.take(index, report)
+        if after_step is not None:
+            after_step(engine)
         ended = any(o.finish_reason in ("refused", "abort", "error") for o in report.outputs)
         assert report.num_tokens or ended or not engine.state.sequences, f"step {step} with work computed nothing"
     raise AssertionError(f"not idle after {step_cap} steps: {engine.stats()}")

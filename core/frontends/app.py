@@ -74,6 +74,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/health", self.ready),
             Route("/health/ready", self.ready),
             Route("/health/live", self.live),
@@ -128,6 +129,19 @@ class Api:
             return _json({"status": "ok"})
         reason = self._loop.reason or SHUTTING_DOWN
         raise ApiError(503, reason, code="shutting_down" if self._loop.failure is None else "engine_stopped")
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """``POST /reset_prefix_cache``: no request sent after the answer is served from prompts cached before.
+
+        Allowed at any time: running requests keep the blocks they hold. 400 when the allocator caches nothing.
+        """
+        try:
+            self._loop.reset_cache()
+        except RequestError as error:
+            raise ApiError(400, str(error)) from error
+        except EngineUnavailable as error:
+            raise ApiError(503, str(error)) from error
+        return _json({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics`` for Prometheus."""

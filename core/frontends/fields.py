@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
+from core.params import MAX_SALT_CHARS
+
 MAX_PROMPTS = 128  # prompts in one completion request
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
@@ -178,7 +180,7 @@ Content = Annotated[
     str, PlainValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)])
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
-Salt = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]+$")]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS, pattern=r"^[!-~]+$")]
 
 
 # ------------------------------------------------------------------------------------------------ bodies and errors

@@ -178,6 +178,13 @@ class EngineLoop:
         self._notify()
         return stream
 
+    def reset_cache(self) -> None:
+        """Forget all cached prompt blocks before any request that is submitted after this call."""
+        if not self.healthy:
+            raise EngineUnavailable(self.reason or SHUTTING_DOWN)
+        self.engine.reset_cache()
+        self._notify()
+
     def abort(self, request_id: int) -> None:
         """End a request without an answer; unknown and finished ids are ignored."""
         stream = self._forget(request_id)

@@ -257,6 +257,11 @@ def _paths() -> Schema:
     metrics = {"operationId": "metrics", "summary": "For Prometheus.",
                "responses": {"200": {"description": "metrics", "content": text}}}  # fmt: skip
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    reset = {
+        "operationId": "resetPrefixCache",
+        "summary": "Forget cached prompts.",
+        "responses": _responses("Status", (400, 503)),
+    }
     anything = {"responses": {"200": {"description": "this document", "content": {"application/json": {}}}}}
     return {
         "/v1/completions": _post("completions", "Continue prompts.", "CompletionRequest", "Completion", True),
@@ -265,6 +270,7 @@ def _paths() -> Schema:
         "/v1/models/{model}": _get("model", "One of them.", "Model", 404, parameters=[model]),
         "/tokenize": _post("tokenize", "Token ids of a text or a chat.", "TokenizeRequest", "Tokens"),
         "/detokenize": _post("detokenize", "The text of token ids.", "DetokenizeRequest", "Text"),
+        "/reset_prefix_cache": {"post": reset},
         "/health": _get("health", "Whether requests are taken.", "Status", 503),
         "/health/ready": _get("ready", "Whether requests are taken.", "Status", 503),
         "/health/live": _get("live", "Whether the process can work.", "Status", 503),

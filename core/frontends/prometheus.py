@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from core.types import Finished, StepReport
+from core.types import Finished, MemoryReport, StepReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REASONS = ("stop", "length", "abort", "error", "refused")
@@ -70,6 +70,8 @@ _COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
 }
+_KV_TERMS = ("written", "to_write", "internal_waste", "external_waste", "shared", "cached")
+"""Where the pool's tokens are (``core.reports.MemoryReport``): the closed set of the label ``term``."""
 
 
 class _Histogram:
@@ -108,6 +110,8 @@ class ServerMetrics:
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(REASONS, 0)
+        self._copied_bytes = self._forks = 0
+        self._memory: MemoryReport | None = None
         lengths = _one_two_five(max_model_len)
         self._histograms = {name: _Histogram(bounds or lengths) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.registry = CollectorRegistry(auto_describe=False)
@@ -128,6 +132,10 @@ class ServerMetrics:
             counters["num_preemptions"] += len(report.preempted)
             counters["prefix_cache_queries"] += report.prefix_query_tokens
             counters["prefix_cache_hits"] += report.prefix_hit_tokens
+            self._forks += report.num_forked
+            if report.memory is not None:
+                self._memory = report.memory
+                self._copied_bytes += report.memory.copied_bytes
             for finished in report.finished:
                 self._finish(finished)
 
@@ -167,6 +175,7 @@ class ServerMetrics:
                 counter = CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=["model_name"])
                 counter.add_metric(self._labels, value)
                 yield counter
+            yield from self._kv()
             success = CounterMetricFamily(
                 "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
             )
@@ -177,6 +186,22 @@ class ServerMetrics:
                 family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
                 family.add_metric(self._labels, histogram.buckets(), histogram.sum)
                 yield family
+
+    def _kv(self) -> Iterable[Metric]:
+        """What this engine measures of its KV pool and vLLM does not: under a prefix of its own."""
+        terms = GaugeMetricFamily(
+            "quire:kv_tokens", "Tokens of the KV pool, by what they are.", labels=["model_name", "term"]
+        )
+        for term in _KV_TERMS:
+            terms.add_metric([*self._labels, term], getattr(self._memory, term, 0))
+        yield terms
+        for name, text, value in (
+            ("kv_copied_bytes", "Bytes of KV copied for branches that write (copy on write).", self._copied_bytes),
+            ("forked_branches", "Branches that started from their parent's blocks.", self._forks),
+        ):
+            counter = CounterMetricFamily(f"quire:{name}", text, labels=["model_name"])
+            counter.add_metric(self._labels, value)
+            yield counter
 
     def _gauges(self, stats: dict[str, Any]) -> Iterable[Metric]:
         used = stats["num_blocks"] - stats["free_blocks"]

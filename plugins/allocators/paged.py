@@ -18,11 +18,15 @@ from core.types import HOLE, NO_CHANGE, EngineInfo, Lease, Move, Plan, Release, 
 class PagedAllocator:
     """Takes the block that has been free longest; gives a sequence's blocks back in table order, so that runs stay runs.
 
-    Internal waste is the tail of each last block, less than ``block_size`` tokens a sequence; external waste does not exist.
-    A write into a block with several owners gets a copy of it (copy on write); the last owner writes in place.
+    Take and give are O(1) a block, for any block size. Internal waste is the tail of each last block, less than ``block_size`` tokens a
+    sequence; external waste does not exist. A write into a block with several owners gets a copy of it (copy on write); the last
+    owner writes in place.
     """
 
     _pool: BlockPool = attrs.field(init=False, default=None)
+    _room: dict[int, int] = attrs.field(
+        init=False, factory=dict
+    )  # tokens a sequence may have computed without a new block
 
     @hookimpl
     def setup(self, engine_info: EngineInfo) -> None:
@@ -30,15 +34,26 @@ class PagedAllocator:
 
     @hookimpl
     def reserve(self, plan: Plan, sequences: Mapping[int, SequenceView]) -> Sequence[Lease] | Shortfall:
+        room = self._room
+        asked = [
+            (i, sequences[id], n)
+            for i, (id, n, _) in enumerate(plan.chunks)
+            if sequences[id].num_computed_tokens + n > room.get(id, 0)  # most decodes have room: one look
+        ]
         owners: dict[int, int] = {}  # of blocks that are copied in this plan: the last writer writes in place
-        needs = [self._need(sequences[chunk.sequence], chunk.num_tokens, owners) for chunk in plan.chunks]
+        needs = [(i, view, self._need(view, n, owners)) for i, view, n in asked]
         free, wanted = self._pool.num_free, 0
-        for i, need in enumerate(needs):
+        for i, _, need in needs:
             wanted += len(need)
             if wanted > free:
-                return Shortfall(num_fitting=i, blocks_missing=sum(map(len, needs)) - free)
-        return [self._lease(sequences[chunk.sequence], need) if need else NO_CHANGE
-                for chunk, need in zip(plan.chunks, needs, strict=True)]  # fmt: skip
+                return Shortfall(num_fitting=i, blocks_missing=sum(len(need) for _, _, need in needs) - free)
+        leases = [NO_CHANGE] * len(plan.chunks)
+        for i, view, need in needs:
+            if need:
+                leases[i] = self._lease(view, need)
+            table = view.block_table
+            room[view.id] = max(len(table), need[-1] + 1 if need else 0) * self._pool.block_size
+        return leases
 
     def _need(self, view: SequenceView, num_tokens: int, owners: dict[int, int]) -> Sequence[int]:
         """Table indices that need a new block before this chunk can be written."""
@@ -46,11 +61,9 @@ class PagedAllocator:
         start = view.num_computed_tokens
         end = min(start + num_tokens, view.num_tokens)
         have, want = len(table), -(-end // size)
-        if want <= have and view.where == "device" and not self._pool.num_extra_refs:
-            return ()  # most decodes: there is room in the last block, and nobody shares it
         indices: list[int] = []
         if view.where == "swap":
-            indices += [i for i in range(have) if table[i] == HOLE]
+            indices += [i for i, block in enumerate(table) if block == HOLE]
         if start % size:
             block = table[start // size]
             count = owners.get(block) or self._pool.refs[block] if block != HOLE else 1
@@ -78,6 +91,7 @@ class PagedAllocator:
             blocks = tuple(enumerate(parent.block_table[: -(-parent.num_computed_tokens // self._pool.block_size)]))
             for _ in children:
                 self._pool.share([block for _, block in blocks])
+            self._room[parent.id] = 0  # its next write may need a copy
             leases.append([Lease(blocks)] * len(children))
         return leases
 
@@ -85,4 +99,5 @@ class PagedAllocator:
     def release(self, releases: Sequence[Release]) -> bool:
         for release in releases:
             self._pool.give(release.block_ids)
+            self._room.pop(release.sequence, None)
         return True

@@ -21,8 +21,10 @@ def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[Sequenc
     for sequence in unplanned + behind:
         if missing <= 0:
             break
-        victims.append(sequence)
-        missing -= sequence.private_blocks + _asked(sequence, planned.get(sequence.id), view.block_size)
+        gain = sequence.private_blocks + _asked(sequence, planned.get(sequence.id), view.block_size)
+        if gain or sequence.id in planned:  # not an unplanned branch whose blocks its siblings hold too
+            victims.append(sequence)
+            missing -= gain
     return victims
 
 

@@ -72,6 +72,34 @@ def test_sizes_that_make_no_pool_are_refused(num_blocks: int, block_size: int) -
         BlockPool(num_blocks, block_size)
 
 
+def test_kept_content_is_reused_last_and_its_owner_is_told() -> None:
+    pool, lost = BlockPool(6, 1), []
+    pool.on_reuse = lambda block, owner: lost.append((block, owner))
+    held = pool.take(5)
+    for block in (1, 3, 2):
+        pool.keep(block, f"content of {block}")
+    pool.give(held)  # 0 .. 4: 1, 2 and 3 can be found, in the order in which they became free
+    assert pool.num_cached == 3
+    pool.take_ids([2])
+    assert (pool.num_cached, lost) == (2, [])
+    assert pool.take(4) == [4, 0, 5, 1]
+    assert (pool.num_cached, lost) == (1, [(1, "content of 1")])
+    pool.give([2])
+    assert pool.take(1) == [3]
+    pool.drop(2)
+    assert pool.num_cached == 0
+    pool.check()
+
+
+def test_a_run_over_kept_blocks_loses_their_content() -> None:
+    pool, lost = BlockPool(4, 1), []
+    pool.on_reuse = lambda block, owner: lost.append(block)
+    pool.keep(2, "x")
+    assert pool.take_run(4) == [0, 1, 2, 3]
+    assert lost == [2] and pool.num_cached == 0 and not pool.kept
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a plain list of owners."""
 
@@ -99,6 +127,13 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             assert run == list(range(run[0], run[0] + n)) and not set(run) & set(self.held)
             self.held += run
+
+    @rule(block=st.integers(0, 8))
+    def keep_or_drop(self, block: int) -> None:
+        if block in self.pool.kept:
+            self.pool.drop(block)
+        else:
+            self.pool.keep(block, block)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

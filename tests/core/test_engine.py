@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from core.types import PolicyError
 from plugins.preemption.breakeven import BreakEven
 from plugins.preemption.recompute import Recompute
 from plugins.preemption.swap import Swap
-from tests.strategies import contests
-from tests.toy import Result, Work, alone, make_engine, run
+from tests.strategies import ALLOCATORS, contests
+from tests.toy import Result, Work, alone, check_cache, make_engine, run
 
 # shrinking can hold a failure back for minutes: report the first one found instead
 PROPERTY = settings(
@@ -22,7 +23,9 @@ PROPERTY = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-COUNTS: dict[str, int] = dict.fromkeys(("swap", "recompute", "turned", "forced", "forked"), 0)
+COUNTS = {
+    allocator: dict.fromkeys(("swap", "recompute", "turned", "forced", "forked", "hit"), 0) for allocator in ALLOCATORS
+}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,24 +46,33 @@ def assert_as_alone(work: list[Work], result: Result) -> None:
                 assert result.reason[(i, branch)] == "length"
 
 
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 @PROPERTY
-@given(contest=contests())
-def test_a_requests_tokens_are_those_it_would_get_alone(contest: tuple[list[Work], dict]) -> None:
-    """Whatever the pool, block size, budget, preemption and company; every step makes progress and nothing is left."""
-    work, pool = contest
-    result = run(make_engine(**pool), work)
+@given(data=st.data())
+def test_a_requests_tokens_are_those_it_would_get_alone(allocator: str, data: st.DataObject) -> None:
+    """Whatever the pool, block size, budget, preemption and company; every step makes progress and nothing is left.
+
+    With allocator=prefix, what can be found is what its key says, after every step.
+    """
+    work, pool = data.draw(contests(allocator))
+    result = run(make_engine(**pool), work, after_step=check_cache)
     assert_as_alone(work, result)
     assert all(f.num_output_tokens == len(f.token_times_s) for r in result.reports for f in r.finished)
+    seen = COUNTS[allocator]
     for kind in ("swap", "recompute", "turned", "forced"):
-        COUNTS[kind] += result.preemptions(kind)
-    COUNTS["forked"] += sum(1 for w in work if w.n > 1)
+        seen[kind] += result.preemptions(kind)
+    seen["forked"] += sum(r.num_forked for r in result.reports)
+    seen["hit"] += sum(r.prefix_hit_tokens for r in result.reports)
 
 
-def test_the_property_above_saw_every_kind_of_preemption() -> None:
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_the_property_above_saw_every_kind_of_preemption(allocator: str) -> None:
     """The oracle test would prove nothing if its pools never ran short."""
-    if COUNTS["forked"] < 20:
-        test_a_requests_tokens_are_those_it_would_get_alone()
-    assert COUNTS["swap"] > 9 and COUNTS["recompute"] > 9 and COUNTS["turned"] > 9 and COUNTS["forked"] > 20, COUNTS
+    seen = COUNTS[allocator]
+    if not seen["forked"]:
+        test_a_requests_tokens_are_those_it_would_get_alone(allocator)
+    assert min(seen[kind] for kind in ("swap", "recompute", "turned", "forked")) > 9, seen
+    assert seen["hit"] > 500 or allocator != "prefix", seen
 
 
 @pytest.mark.parametrize("preemption", [Recompute, Swap, BreakEven])
@@ -258,12 +270,14 @@ def test_an_engine_that_failed_stays_failed() -> None:
             engine.step()
 
 
-@PROPERTY
-@given(contest=contests())
-def test_memory_terms_add_up_in_every_step(contest: tuple[list[Work], dict]) -> None:
-    work, pool = contest
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@settings(PROPERTY, max_examples=150)
+@given(data=st.data())
+def test_memory_terms_add_up_in_every_step(allocator: str, data: st.DataObject) -> None:
+    work, pool = data.draw(contests(allocator))
     for report in run(make_engine(**pool), work).reports:
         m = report.memory
         assert m.reserved == m.written + m.to_write + m.internal_waste
         assert min(m.written, m.to_write, m.internal_waste, m.shared) >= 0, m
-        assert m.reserved <= m.pool
+        assert m.reserved + m.cached <= m.pool
+        assert m.external_waste <= m.pool - m.reserved

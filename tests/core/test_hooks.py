@@ -29,10 +29,13 @@ from core.types import (
     Refusal,
     Release,
     Request,
+    RequestError,
     Shortfall,
     StepReport,
 )
+from plugins.allocators.naive import NaiveAllocator
 from plugins.allocators.paged import PagedAllocator
+from plugins.allocators.prefix import PrefixAllocator
 from plugins.preemption.recompute import Recompute
 from plugins.preemption.swap import Swap
 from plugins.schedulers.chunked import ChunkedScheduler
@@ -288,6 +291,43 @@ def test_hook_release() -> None:
     releases = [r for arguments, _ in spy.calls for r in arguments["releases"]]
     assert all(isinstance(r, Release) and r.block_ids and -1 not in r.block_ids for r in releases)
     assert {r.reason for r in releases} >= {"finish", "swap", "abort"}
+
+
+def test_hook_reservations() -> None:
+    """Asked with the head of the queue, and only while something waits and blocks are free; core then names what nobody can use."""
+    policy, spy = spy_on("reservations", NaiveAllocator)
+    policy.reserve_for = "declared"
+    work = [Work((1,) * 6, 6), Work((2,) * 4, 12), Work((3,) * 6, 6)]  # 3, 4 and 3 blocks of 4 in a pool of 8
+    result = run(make_engine(allocator=policy, num_blocks=8, block_size=4), work)
+    assert spy.calls and all(arguments["sequences"] and answer == [3] for arguments, answer in spy.calls)
+    waste = [r.memory.external_waste for r in result.reports if r.num_waiting]
+    assert waste and set(waste) == {4}  # 8 - 3 - 4 = 1 block free, 3 are wanted
+
+
+def test_hook_reservations_that_are_wrong_are_named() -> None:
+    class Short(NaiveAllocator):
+        @hookimpl
+        def reservations(self, sequences: Any) -> Any:
+            return []
+
+    engine = make_engine(allocator=Short(reserve="declared"), num_blocks=8, block_size=4)
+    for i in range(3):
+        engine.submit((i,) * 6, Work((1,), 6).params())
+    with pytest.raises(PolicyError, match="allocator=short reservations: gave .. for 1 sequences"):
+        engine.step()
+
+
+def test_hook_reset_cache() -> None:
+    """Called at intake when an operator asked, before the requests that came with it are admitted; refused without a provider."""
+    policy, spy = spy_on("reset_cache", PrefixAllocator)
+    engine = make_engine(allocator=policy)
+    run(engine, [Work(tuple(range(9)), 2)])
+    assert engine.pool.num_cached == 2
+    engine.reset_cache()
+    result = run(engine, [Work(tuple(range(9)), 2)])
+    assert len(spy.calls) == 1 and result.last[(0, 0)].num_cached_tokens == 0
+    with pytest.raises(RequestError, match="allocator=pagedallocator keeps no cache"):
+        make_engine().reset_cache()
 
 
 # ---------------------------------------------------------------------------------------------------- observers and the end

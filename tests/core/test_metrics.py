@@ -29,6 +29,7 @@ KEYS = {
     "kv": {"used_of_pool", "used_of_reserved", *KV_TOKENS},
     "preemptions": {"swap", "recompute", "turned", "forced"},
     "prefix": {"query_tokens", "hit_tokens"},
+    "forks": {"branches", "copied_bytes", "copied_bytes_per_branch"},
     "stage_seconds": set(STAGES),
 }
 

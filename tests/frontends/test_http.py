@@ -210,4 +210,4 @@ def test_metrics_are_exact() -> None:
         text = Reply(server, "GET", "/metrics").data.decode()
         for kind in ("HELP", "TYPE"):
             families = re.findall(rf"^# {kind} (\S+)", text, re.MULTILINE)
-            assert len(families) == len(set(families)) == 20
+            assert len(families) == len(set(families)) == 23

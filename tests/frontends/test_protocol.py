@@ -76,6 +76,8 @@ def test_null_is_absent(read: Any) -> None:
         ("stop", ""), ("stop", [""]), ("stop", 5), ("stop", [5]), ("stop", ["a", "b", "c", "d", "e"]), ("stop", {}),
         ("stop_token_ids", 5), ("stop_token_ids", ["5"]), ("stop_token_ids", [1.0]), ("stop_token_ids", [True]),
         ("stop_token_ids", [1] * 129),
+        ("n", 0), ("n", -1), ("n", 129), ("n", 100000), ("n", True), ("n", 1.5), ("n", "2"),
+        ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", True), ("cache_salt", "x" * 257),
         ("ignore_eos", 1), ("ignore_eos", "true"), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("model", 5), ("model", None), ("model", ["m"]),
         ("n", 0), ("n", -1), ("n", 129), ("n", True), ("n", 1.0), ("min_tokens", -1), ("min_tokens", 1.5), ("min_p", -0.1), ("min_p", 1.1),
@@ -86,7 +88,7 @@ def test_null_is_absent(read: Any) -> None:
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 5), ("bad_words", [""]), ("bad_words", "x"),
         ("bad_words", ["x"] * 129), ("bad_words", ["x" * 257]), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
         ("skip_special_tokens", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("cache_salt", ""),
-        ("cache_salt", "a b"), ("cache_salt", "x" * 201), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31), ("echo", "yes"),
+        ("cache_salt", "a b"), ("cache_salt", "x" * 257), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31), ("echo", "yes"),
         ("return_token_ids", 1),
     ],
 )  # fmt: skip

@@ -45,6 +45,7 @@ RESULT_KEYS = [
     "kv",
     "preemptions",
     "prefix",
+    "forks",
     "stage_seconds",
     "manifest",
 ]

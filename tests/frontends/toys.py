@@ -51,11 +51,12 @@ def toy_engine(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 128,
     checks: str = "full",
+    allocator: Any = None,
     **toy: Any,
 ) -> Engine:
-    """An engine of the toy model and the paged, chunked and recompute plugins."""
+    """An engine of the toy model and the paged (or another allocator), chunked and recompute plugins."""
     executor = SlowToy(**{"max_position": max_model_len, **toy})
-    policies = {"allocator": PagedAllocator(), "scheduler": ChunkedScheduler(), "preemption": Recompute()}
+    policies = {"allocator": allocator or PagedAllocator(), "scheduler": ChunkedScheduler(), "preemption": Recompute()}
     hooks = EngineHooks([Chosen(kind, "test", it, "quire", "0", "") for kind, it in policies.items()])
     limits = Limits(
         block_size=block_size,

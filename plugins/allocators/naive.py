@@ -1,0 +1,183 @@
+"""``allocator=naive``: one run of consecutive blocks a sequence, reserved at its first chunk for the longest it may get.
+
+The baselines of Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, section
+6.1: Orca (Max), (Pow2) and (Oracle), and what a server does that trusts ``max_tokens``::
+
+    limit     max_model_len tokens, whatever the request says             Orca (Max)
+    declared  prompt + max_tokens
+    pow2      prompt + the power of two that covers the true output       Orca (Pow2): at most twice the output
+    oracle    prompt + the true output                                    Orca (Oracle)
+
+The true output is ``recorded_output_tokens``, which a replay knows; ``oracle`` refuses a request without it, ``pow2`` then covers
+``max_tokens``. A sequence that outlives its record grows in place if the blocks behind it are free; if they are not it makes room
+like any chunk that does not fit. It never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from core.blocks import BlockPool
+from core.hookspecs import ForkGroup, hookimpl
+from core.types import (
+    HOLE,
+    NO_CHANGE,
+    ConfigError,
+    EngineInfo,
+    Lease,
+    Move,
+    Plan,
+    Refusal,
+    Release,
+    SequenceView,
+    Shortfall,
+)
+
+Reserve = Literal["limit", "declared", "pow2", "oracle"]
+
+
+def _declared(view: SequenceView) -> int:
+    return view.max_tokens
+
+
+def _oracle(view: SequenceView) -> int:
+    recorded = view.recorded_output_tokens
+    if recorded is None or view.num_output_tokens > recorded:  # the record was wrong: what is declared is left
+        return view.max_tokens
+    return min(recorded, view.max_tokens)
+
+
+def _pow2(view: SequenceView) -> int:
+    return 1 << max(0, _oracle(view) - 1).bit_length()
+
+
+OUTPUT: dict[str, Callable[[SequenceView], int]] = {"declared": _declared, "pow2": _pow2, "oracle": _oracle}
+"""Output tokens that a slot has room for, by ``reserve``; ``limit`` looks at no request."""
+
+
+@attrs.define(eq=False)
+class NaiveAllocator:
+    """Reserve to the maximum. ``fit``: the lowest hole that is long enough, or the shortest.
+
+    Internal waste is what a sequence never writes of its slot; external waste is free blocks in holes too short for any waiting
+    request. Nothing is shared: a fork copies the prompt's blocks into a run of the branch's own before the next forward pass, and
+    a branch without a hole computes the prompt again.
+    """
+
+    reserve_for: Reserve = attrs.field(
+        default="limit", alias="reserve", validator=attrs.validators.in_(("limit", *OUTPUT))
+    )
+    fit: Literal["first", "best"] = attrs.field(default="first", validator=attrs.validators.in_(("first", "best")))
+    _pool: BlockPool = attrs.field(init=False, default=None)
+    _max_model_len: int = attrs.field(init=False, default=0)
+
+    @hookimpl
+    def setup(self, engine_info: EngineInfo) -> None:
+        self._pool, self._max_model_len = engine_info.pool, engine_info.limits.max_model_len
+        slot = self._blocks(self._max_model_len)
+        if self.reserve_for == "limit" and slot > self._pool.num_blocks:
+            raise ConfigError(
+                f"allocator=naive reserve=limit: one slot of max_model_len={self._max_model_len} tokens needs {slot} blocks of "
+                f"{self._pool.block_size}, but the pool has {self._pool.num_blocks} (cache.num_blocks)"
+            )
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+    def _slot(self, view: SequenceView) -> int:
+        """Blocks of the run that this sequence gets."""
+        if self.reserve_for == "limit":
+            return self._blocks(self._max_model_len)
+        tokens = view.num_prompt_tokens + OUTPUT[self.reserve_for](view)
+        return self._blocks(min(tokens, self._max_model_len))
+
+    @hookimpl
+    def admit(self, sequences: Sequence[SequenceView]) -> Sequence[Refusal | None]:
+        return [self._refusal(view) for view in sequences]
+
+    def _refusal(self, view: SequenceView) -> Refusal | None:
+        if self.reserve_for == "oracle" and view.recorded_output_tokens is None:
+            return Refusal(
+                "allocator=naive reserve=oracle serves only requests that carry recorded_output_tokens (a replay)"
+            )
+        slot = self._slot(view)
+        if slot <= self._pool.num_blocks:
+            return None
+        return Refusal(
+            f"the request needs a slot of {slot} KV blocks ({view.num_prompt_tokens} prompt + at most {view.max_tokens} output "
+            f"tokens, {self._pool.block_size} a block), but the pool has {self._pool.num_blocks} blocks "
+            f"({self._pool.num_blocks * self._pool.block_size} tokens)"
+        )
+
+    @hookimpl
+    def reservations(self, sequences: Sequence[SequenceView]) -> Sequence[int]:
+        return [self._slot(view) for view in sequences]
+
+    @hookimpl
+    def reserve(self, plan: Plan, sequences: Mapping[int, SequenceView]) -> Sequence[Lease] | Shortfall:
+        pool, size = self._pool, self._pool.block_size
+        new: list[tuple[int, SequenceView, int]] = []  # place in the plan, who, blocks
+        grown: list[tuple[int, list[int]]] = []  # place, blocks behind the sequence's own
+        for i, chunk in enumerate(plan.chunks):
+            view = sequences[chunk.sequence]
+            if view.where != "device":
+                new.append((i, view, self._slot(view)))
+            elif view.num_computed_tokens + chunk.num_tokens > len(view.block_table) * size:
+                behind = self._behind(view, chunk.num_tokens)
+                if behind and any(pool.refs[b] if b < pool.num_blocks else 1 for b in behind):
+                    return Shortfall(i, len(behind))
+                grown.append((i, behind))
+        for _, blocks in grown:
+            pool.take_ids(blocks)
+        starts = pool.find_runs([slot for _, _, slot in new], self.fit)
+        if len(starts) < len(new):
+            for _, blocks in grown:
+                pool.give(blocks)
+            return Shortfall(new[len(starts)][0], max(1, sum(slot for _, _, slot in new) - pool.num_free))
+        leases = [NO_CHANGE] * len(plan.chunks)
+        for i, blocks in grown:
+            have = len(sequences[plan.chunks[i].sequence].block_table)
+            leases[i] = Lease(tuple(enumerate(blocks, have)))
+        for (i, _, slot), start in zip(new, starts, strict=True):
+            pool.take_ids(range(start, start + slot))
+            leases[i] = Lease(tuple(enumerate(range(start, start + slot))))
+        return leases
+
+    def _behind(self, view: SequenceView, num_tokens: int) -> list[int]:
+        """Blocks that a sequence that outlived its record needs behind its last one, up to what it declared."""
+        end = min(view.num_computed_tokens + num_tokens, view.num_tokens)
+        have = len(view.block_table)
+        if self._blocks(end) <= have:
+            return []
+        last = view.block_table[-1]
+        return list(range(last + 1, last + 1 + max(self._slot(view), self._blocks(end)) - have))
+
+    @hookimpl
+    def fork(self, groups: Sequence[ForkGroup]) -> Sequence[Sequence[Lease]] | Shortfall:
+        pool = self._pool
+        slots = [self._slot(child) for _, children in groups for child in children]
+        starts = pool.find_runs(slots, self.fit)
+        if len(starts) < len(slots):
+            return Shortfall(0, max(1, sum(slots) - pool.num_free))
+        places = iter(zip(starts, slots, strict=True))
+        answer: list[list[Lease]] = []
+        for parent, children in groups:
+            written = parent.block_table[: self._blocks(parent.num_computed_tokens)]
+            leases = []
+            for _ in children:
+                start, slot = next(places)
+                run = range(start, start + slot)
+                pool.take_ids(run)
+                moves = tuple(Move("copy", *pair) for pair in zip(written, run, strict=False) if pair[0] != HOLE)
+                leases.append(Lease(tuple(enumerate(run)), moves))
+            answer.append(leases)
+        return answer
+
+    @hookimpl
+    def release(self, releases: Sequence[Release]) -> Any:
+        for release in releases:
+            self._pool.give(release.block_ids)
+        return True
