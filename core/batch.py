@@ -8,7 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from core.state import Sequence
-from core.types import Batch, Limits, SamplingBatch
+from core.types import Batch, Limits, SamplingBatch, Score
+
+MAX_SCORED_TOKENS = 256
+"""Prompt tokens that are scored in one step, over all sequences: each costs a row of logits as wide as the vocabulary."""
 
 
 class Run(NamedTuple):
@@ -22,6 +25,14 @@ class Run(NamedTuple):
     def samples(self) -> bool:
         """Whether computed meets known: only then can a token be drawn."""
         return self.end == len(self.seq.tokens)
+
+
+def to_score(run: Run) -> range:
+    """Tokens of a run whose logits score the prompt token behind them, each once, also after a preemption."""
+    scores = run.seq.scores
+    if scores is None:
+        return range(0)
+    return range(max(run.start, len(scores)), min(run.end, run.seq.view.num_prompt_tokens - 1))
 
 
 class BatchBuilder:
@@ -38,7 +49,7 @@ class BatchBuilder:
         self._slots = np.zeros(tokens, np.int32)
         self._query_start = np.zeros(seqs + 1, np.int32)
         self._kv_lens = np.zeros(seqs, np.int32)
-        self._logit_tokens = np.zeros(seqs, np.int32)
+        self._logit_tokens = np.zeros(seqs + tokens, np.int32)
 
     def set_block(self, row: int, index: int, block: int) -> None:
         self._tables[row, index] = block
@@ -52,7 +63,11 @@ class BatchBuilder:
         tokens: list[int] = []
         positions: list[int] = []
         rows, lens, kv_lens, ends = [], [], [], []
-        for seq, start, end in runs:
+        scored: list[int] = []
+        for run in runs:
+            seq, start, end = run
+            if seq.scores is not None:
+                scored += [len(tokens) + at - start for at in to_score(run)]
             if end - start == 1:
                 tokens.append(seq.tokens[start])
                 positions.append(start)
@@ -64,6 +79,7 @@ class BatchBuilder:
             kv_lens.append(end)
             if end == len(seq.tokens):
                 ends.append(len(tokens) - 1)
+        ends += scored
         t, b = len(tokens), len(runs)
         self._token_ids[:t] = tokens
         self._positions[:t] = positions
@@ -101,9 +117,13 @@ class BatchBuilder:
 def sampling_batch(runs: Iterable[Run]) -> SamplingBatch:
     """Who draws what: one sample for each run that samples, n for a parent whose branches are still to come."""
     rows, params, seeds, branches, positions = [], [], [], [], []
-    histories, prompts, recorded = [], [], []
+    histories, prompts, recorded, constraints = [], [], [], []
+    scored: list[tuple[int, int]] = []
     row = -1
-    for seq, _, end in runs:
+    for run in runs:
+        seq, _, end = run
+        if seq.scores is not None:
+            scored += [(seq.tokens[at + 1], seq.params.prompt_logprobs) for at in to_score(run)]
         if end != len(seq.tokens):
             continue
         row += 1
@@ -117,4 +137,6 @@ def sampling_batch(runs: Iterable[Run]) -> SamplingBatch:
             histories.append(seq.tokens)
             prompts.append(view.num_prompt_tokens)
             recorded.append(view.recorded_output_tokens)
-    return SamplingBatch(rows, params, seeds, branches, positions, histories, prompts, recorded)
+            constraints.append(seq.grammar)
+    scores = [Score(row + 1 + i, token, k) for i, (token, k) in enumerate(scored)]
+    return SamplingBatch(rows, params, seeds, branches, positions, histories, prompts, recorded, constraints, scores)

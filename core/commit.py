@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from core.accounting import external_waste, memory_report
-from core.batch import BatchBuilder, Run
+from core.batch import BatchBuilder, Run, to_score
 from core.hookspecs import ForkGroup
+from core.logits import failure
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
@@ -24,6 +26,8 @@ from core.types import (
     TokenLogprobs,
 )
 
+log = logging.getLogger(__name__)
+
 
 class Drawn:
     """One token drawn for one branch, and what becomes of it."""
@@ -36,6 +40,12 @@ class Drawn:
         self.stop_reason: str | int | None = None
         self.text = ""
         self.logprobs = (logprobs,) if logprobs is not None else ()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Something of this request's own went wrong: it ends, and nobody else does."""
+        log.warning("request %s: %s failed", self.seq.request.id, what, exc_info=error)
+        self.reason, self.stop_reason, self.text = "error", None, ""
+        self.error = failure(error, what)
 
 
 class Committer:
@@ -59,9 +69,11 @@ class Committer:
     def open_text(self, seq: Sequence) -> None:
         """Give a new sequence its own decoder state; none when nobody wants its text."""
         if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
-            seq.stream = self.tokenizer.stream()
-            seq.stops = StopMatcher(seq.params.stop) if seq.params.stop else None
-        seq.wants_text = seq.stream is not None or bool(seq.params.stop_token_ids)
+            params = seq.params
+            seq.stream = self.tokenizer.stream(params.skip_special_tokens)
+            seq.stops = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+        looks = seq.stream is not None or seq.grammar is not None or seq.scores is not None
+        seq.wants_text = looks or bool(seq.params.stop_token_ids)
 
     def commit(self, step: Step, runs: list[Run], output: StepOutput, now: float) -> None:
         """Record what was computed and drawn at ``now``; end what is over."""
@@ -73,7 +85,10 @@ class Committer:
         drawn = [row for row in rows if type(row) is Drawn]
         for one in drawn:
             if one.seq.stream is not None and one.error is None:
-                self._text(one)
+                try:
+                    self._text(one)
+                except Exception as error:
+                    one.fail("making text", error)
         step.mark("text")
         step.outputs += [self._output(row) if type(row) is Drawn else row for row in rows] if drawn else rows
         if self.hooks.has("commit"):
@@ -93,9 +108,12 @@ class Committer:
         rows: list[Any] = []
         forking: list[tuple[Sequence, list[Drawn]]] = []
         logprobs, errors, tokens = output.logprobs, output.errors, output.token_ids
-        eos, index = self.model.eos_token_ids, 0
-        for seq, _, end in runs:
+        eos, index, scores = self.model.eos_token_ids, 0, iter(output.scores)
+        for run in runs:
+            seq, _, end = run
             view = seq.view
+            if seq.scores is not None:
+                seq.scores += [next(scores) for _ in to_score(run)]
             put_num_computed(view, end)
             if end != len(seq.tokens):
                 continue
@@ -111,7 +129,7 @@ class Committer:
             seq.tokens.append(token)
             seq.times.append(now)
             put_num_tokens(view, end + 1)
-            if token in eos or len(seq.times) >= view.max_tokens:
+            if (token in eos and not seq.params.ignore_eos) or len(seq.times) >= view.max_tokens:
                 one = Drawn(seq, token)
                 self._judge(one)
                 rows.append(one)
@@ -124,9 +142,14 @@ class Committer:
         family, logprobs, errors = [], output.logprobs, output.errors
         for branch in [seq, *self._children(seq)] if seq.to_fork else [seq]:
             one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
+            if branch.scores and any(s.logprob != s.logprob for s in branch.scores):
+                one.error, one.reason = "the model gave no usable logits for the prompt", "error"
             if one.error is None:
                 branch.append(one.token, now)
-                self._judge(one)
+                try:
+                    self._judge(one)
+                except Exception as error:
+                    one.fail("following the grammar", error)
             family.append(one)
             index += 1
         return family
@@ -138,6 +161,7 @@ class Committer:
             child.first_seen_s, child.first_scheduled_s = parent.first_seen_s, parent.first_scheduled_s
             child.num_cached_tokens = parent.num_cached_tokens
             child.set_predicted(parent.view.predicted_output_tokens)
+            child.scores = parent.scores
             self.open_text(child)
             self.state.add(child)
             children.append(child)
@@ -154,15 +178,18 @@ class Committer:
             one.reason, one.stop_reason = "stop", token
         elif len(seq.times) >= seq.view.max_tokens:
             one.reason = "length"
+        elif seq.grammar is not None:
+            seq.grammar.advance(token)
 
     def _text(self, one: Drawn) -> None:
         """New final text; a stop string ends the sequence; at the end held text is let go."""
         seq = one.seq
-        is_eos = one.reason == "stop" and one.stop_reason is None
-        piece = "" if is_eos else seq.stream.push(one.token)
+        params = seq.params
+        ends = one.reason == "stop"  # by this token, which then is no part of the text
+        piece = "" if ends and not params.include_stop_str_in_output else seq.stream.push(one.token)
         if one.reason is not None:
             piece += seq.stream.flush()
-        if seq.stops is None:
+        if seq.stops is None or len(seq.times) <= params.min_tokens:
             one.text = piece
             return
         one.text, matched = seq.stops.push(piece)
@@ -178,6 +205,7 @@ class Committer:
         return Output(
             view.request_id, view.id, view.branch, tokens, one.text, one.reason, one.stop_reason, one.error,
             view.num_prompt_tokens, seq.num_cached_tokens, one.logprobs,
+            tuple(seq.scores) if seq.scores and len(seq.times) == 1 else (),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------- forks

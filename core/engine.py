@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from core.batch import BatchBuilder, Run, sampling_batch
+from core.batch import MAX_SCORED_TOKENS, BatchBuilder, Run, sampling_batch, to_score
 from core.blocks import BlockPool
 from core.checks import check_leases, check_plan
 from core.commit import Committer
@@ -25,6 +25,7 @@ from core.accounting import external_waste, memory_report
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status
+from core.structure import Grammars
 from core.types import (
     NO_CHANGE,
     Lease,
@@ -70,6 +71,7 @@ class Engine:
         self.state.set_finds_prefixes(hooks.has("cached_tokens"))
         self.levels = levels or ServiceLevels()
         self.metrics = Metrics()
+        self.grammars = Grammars(tokenizer, model)
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
         self.sessions = Sessions(self.state, hooks)
@@ -111,7 +113,12 @@ class Engine:
         check_salt(labels.get("cache_salt", ""))
         arrival = self.executor.now() if arrival_s is None else arrival_s
         labels = check_labels(labels, self.levels, arrival)
-        request = Request(id=self._next_id(), prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
+        if params.structure is not None:
+            labels["grammar"] = self.grammars.compile(params.structure)
+        id = self._next_id()
+        if params.prompt_logprobs is not None:  # a namespace of its own: what another request computed has no logits to score
+            labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
+        request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
         self._commands.put_request(request)
         return request.id
 
@@ -282,6 +289,7 @@ class Engine:
         """Core acts: tables change, sequences start to run, moves are queued; gives what each sequence computes."""
         state, runs, num_tokens = self.state, [], 0
         sequences, running = state.sequences, state.running_ids
+        score_room = MAX_SCORED_TOKENS
         for (id, n, _), lease in zip(plan.chunks, leases, strict=True):
             seq = sequences[id]
             if lease is not NO_CHANGE:
@@ -292,8 +300,13 @@ class Engine:
             end = start + n
             if end > len(seq.tokens):
                 end = len(seq.tokens)
+            run = _new_run(Run, (seq, start, end))
+            if seq.scores is not None and to_score(run):
+                end = min(end, start + max(1, score_room))
+                run = _new_run(Run, (seq, start, end))
+                score_room -= len(to_score(run))
             num_tokens += end - start
-            runs.append(_new_run(Run, (seq, start, end)))
+            runs.append(run)
         step.num_tokens = num_tokens
         check_leases(runs, state, self.hooks, full=self.full_checks)
         step.mark("reserve")
@@ -330,6 +343,8 @@ class Engine:
                     f"says {lease.num_cached_tokens} tokens of sequence {seq.id} are cached: it has {view.num_tokens} tokens, "
                     f"{view.num_computed_tokens} computed, and at least one must be left to compute",
                 )
+            if seq.scores is not None and lease.num_cached_tokens > len(seq.scores):
+                raise self.hooks.policy_error("reserve", f"gave sequence {seq.id} cached tokens across cache_salt")
             seq.set_computed(lease.num_cached_tokens)
         if view.where != "swap" or seq.first_scheduled_s is None:
             step.query_tokens += view.num_tokens

@@ -9,12 +9,15 @@ from typing import Any
 import attrs
 
 from core.levels import ServiceLevels
-from core.types import Limits, ModelInfo, RequestError, SamplingParams
+from core.types import Limits, ModelInfo, RequestError, SamplingParams, Structure
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 1024  # prompts x n of one call
+MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
+MAX_STRUCTURE_CHARS = 65_536
 MAX_SALT_CHARS = 256
 
 
@@ -37,8 +40,53 @@ def _stops(params: SamplingParams, vocab_size: int) -> None:
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", "stop")
-    for token in params.stop_token_ids:
-        _integer("stop_token_ids", token, 0, vocab_size - 1, f"token ids from 0 to {vocab_size - 1}")
+    _tokens("stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _tokens(name: str, ids: object, vocab_size: int) -> None:
+    """Token ids within the logits' width, whatever the tokenizer knows."""
+    if not isinstance(ids, (tuple, list)):
+        raise RequestError(f"{name} must be token ids, got {ids!r}", name)
+    for token in ids:
+        _integer(name, token, 0, vocab_size - 1, f"token ids from 0 to {vocab_size - 1}")
+
+
+def _choices(params: SamplingParams, vocab_size: int) -> None:
+    """What changes logits by token."""
+    if params.allowed_token_ids is not None:
+        _tokens("allowed_token_ids", params.allowed_token_ids, vocab_size)
+        if not params.allowed_token_ids:
+            raise RequestError("allowed_token_ids must name at least one token, got none", "allowed_token_ids")
+    for name, entries in (("logit_bias", params.logit_bias), ("bad_words", params.bad_words)):
+        if len(entries) > MAX_TOKEN_LISTS:
+            raise RequestError(f"{name} takes at most {MAX_TOKEN_LISTS} entries, got {len(entries)}", name)
+    for token, bias in params.logit_bias.items():
+        _integer("logit_bias", token, 0, vocab_size - 1, f"by token ids from 0 to {vocab_size - 1}")
+        _number("logit_bias", bias, -100, 100, "numbers from -100 to 100")
+    for word in params.bad_words:
+        _tokens("bad_words", word, vocab_size)
+        if not 1 <= len(word) <= MAX_TOKEN_LISTS:
+            raise RequestError(f"a bad word must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
+
+
+def bad_word_ids(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """The tokens of a word, at the beginning of a text and after a space: both must not come out."""
+    spellings = [tokenizer.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip())]
+    return list(dict.fromkeys(tuple(ids) for ids in spellings if ids))
+
+
+def _structure(params: SamplingParams) -> None:
+    structure = params.structure
+    if structure is None:
+        return
+    if not isinstance(structure, Structure) or not isinstance(structure.text, str):
+        raise RequestError(f"structure must be a Structure, got {type(structure).__name__}", "structure")
+    if len(structure.text) > MAX_STRUCTURE_CHARS:
+        raise RequestError(
+            f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}", structure.kind
+        )
+    if params.ignore_eos:
+        raise RequestError("ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos")
 
 
 def check_salt(salt: object) -> None:
@@ -57,12 +105,20 @@ def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int,
     _integer("n", params.n, 1, MAX_N, f"an integer from 1 to {MAX_N}")
     if params.seed is not None:
         _integer("seed", params.seed, -(2**63), 2**63 - 1, "a 64-bit integer")
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            _integer(name, getattr(params, name), 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}")
+    _number("min_p", params.min_p, 0, 1, "a number from 0 to 1")
+    _number("repetition_penalty", params.repetition_penalty, 0, 100, "a number above 0 and at most 100", low_open=True)
+    for name in ("presence_penalty", "frequency_penalty"):
+        _number(name, getattr(params, name), -2, 2, "a number from -2 to 2")
+    _integer("min_tokens", params.min_tokens, 0, 2**31 - 1, "an integer of at least 0")
     _stops(params, vocab_size)
+    _choices(params, vocab_size)
+    _structure(params)
     room = max_model_len - num_prompt_tokens
     if params.max_tokens is None:
-        return attrs.evolve(params, max_tokens=room)
+        params = attrs.evolve(params, max_tokens=room)
     _integer("max_tokens", params.max_tokens, 1, 2**31 - 1, "an integer of at least 1")
     if params.max_tokens > room:
         raise RequestError(
@@ -70,6 +126,8 @@ def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int,
             f"{max_model_len} tokens of max_model_len",
             "max_tokens",
         )
+    if params.min_tokens > params.max_tokens:
+        raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens")
     return params
 
 

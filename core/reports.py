@@ -27,6 +27,7 @@ class Output(NamedTuple):
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a branch's first token: of each prompt token but the first
 
 
 class Outputs(Sequence):

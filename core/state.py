@@ -72,6 +72,8 @@ class Sequence:
         "stream",  # TextStream or None
         "stops",  # StopMatcher or None
         "wants_text",  # bool: its tokens are looked at one by one, for text or for stop tokens
+        "grammar",  # core.structure.Constraint or None
+        "scores",  # list[TokenLogprobs] of prompt tokens 1, 2, ... so far; None: not wanted
         "times",  # list[float], when each output token was delivered
         "first_seen_s",
         "first_scheduled_s",
@@ -92,6 +94,8 @@ class Sequence:
         self.stream: Any = None
         self.stops: Any = None
         self.wants_text = True
+        self.grammar: Any = None if request.grammar is None else request.grammar.start()
+        self.scores: list[Any] | None = None if params.prompt_logprobs is None else []
         self.times: list[float] = []
         self.first_seen_s = 0.0
         self.first_scheduled_s: float | None = None

@@ -18,6 +18,7 @@ from core.text_files import (
     PieceRule,
     TextError,
     compile_template,
+    cut_after,
     find_template,
     load_backend,
     piece_rule,
@@ -56,11 +57,21 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids. Raises ``TextError`` for a negative id."""
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The prompt for a chat, to be encoded with ``add_special_tokens=False``. Raises ``TextError``."""
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> str:
+        """The prompt for a chat, to be encoded with ``add_special_tokens=False``; ends inside the last message where
+        that is to be continued. Raises ``TextError``.
+        """
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """A fresh decoder for one sequence."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in the middle of a text, special tokens by their name; b"" for none."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether ``skip_special_tokens`` leaves this token out."""
 
 
 class _ByteStream:
@@ -149,18 +160,28 @@ class ByteTokenizer:
         pieces = self._pieces[skip_special_tokens]
         return b"".join([_look_up(pieces, token_id) for token_id in ids]).decode("utf-8", "replace")
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> str:
         lines = []
         for message in messages:
             role, content = message.get("role"), message.get("content")
             if not isinstance(role, str) or not isinstance(content, str):
                 raise TextError("a message needs a role and a content that are texts")
             lines.append(f"{role}: {content}\n")
+        if continue_final_message:
+            return cut_after("".join(lines), messages)
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         piece = functools.partial(_look_up, self._pieces[skip_special_tokens])
         return _ByteStream(piece, piece)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return _look_up(self._pieces[False], token_id)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in (self.bos_id, self.eos_id)
 
 
 class FolderTokenizer:
@@ -215,18 +236,21 @@ class FolderTokenizer:
         text = b"".join(pieces).decode("utf-8", "replace")
         return text[min(self._rule.strip, _leading_spaces(text)) :]
 
-    def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> str:
         if self._template is None:
             raise TextError(f"the model in {self.folder} has no chat template; use a plain completion")
         names = {key: value for key, value in self._named.items() if value is not None}
         try:
-            return self._template.render(
+            text = self._template.render(
                 **names,
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+            return cut_after(text, messages) if continue_final_message else text
         except Exception as error:  # a template is a program from the model's folder: it may raise anything
             raise TextError(f"the chat template refused these messages: {_one_line(error)}") from error
 
@@ -235,6 +259,14 @@ class FolderTokenizer:
             return _WindowStream(functools.partial(self._plain_decode, skip_special_tokens=skip_special_tokens))
         first, rest = (self._table(self._rule, skip_special_tokens, is_first) for is_first in (True, False))
         return _ByteStream(first, rest, self._rule.strip)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if self._rule is None:
+            return self._plain_decode([token_id], False).encode()
+        return self._piece(self._rule, token_id, False, False) or b""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
 
     def _plain_decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         try:

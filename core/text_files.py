@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,21 @@ def compile_template(source: str | None) -> Any | None:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise TextError(f"the chat template is broken: {error}") from error
+
+
+def cut_after(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A rendered chat up to the end of its last message's words, for an answer that continues them."""
+    content = messages[-1].get("content") if messages else None
+    if not isinstance(content, str) or not content.strip():
+        raise TextError("there is no last message whose words could be continued")
+    at = text.rfind(content)
+    if at >= 0:
+        return text[: at + len(content)]
+    words = content.strip()  # templates may trim
+    at = text.rfind(words)
+    if at < 0:
+        raise TextError("the chat template changes the last message, so it cannot be continued")
+    return text[: at + len(words)]
 
 
 def _generation_tag() -> type:

@@ -27,8 +27,8 @@ __all__ = [
     "API_VERSION", "HOLE", "NO_CHANGE", "Batch", "CacheConfig", "Chunk", "ConfigError", "EngineInfo", "Eviction", "EvictionKind",
     "FinishReason", "Finished", "IdleChoice", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Outputs", "Plan",
     "Policy", "PolicyError", "Preempted", "QueueFull", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request",
-    "RequestError", "SamplingBatch", "SamplingParams", "SequenceView", "Shortfall", "StepOutput", "StepReport", "TokenLogprobs", "Triage",
-    "View", "Where", "one_token",
+    "RequestError", "SamplingBatch", "SamplingParams", "Score", "SequenceView", "Shortfall", "StepOutput", "StepReport", "Structure",
+    "TokenLogprobs", "Triage", "View", "Where", "one_token",
 ]  # fmt: skip
 
 API_VERSION = 1
@@ -74,9 +74,18 @@ class QueueFull(RequestError):
 # ------------------------------------------------------------------------------------------------ requests
 
 
+@attrs.frozen(slots=True)
+class Structure:
+    """What the text of an answer must look like. ``text`` is a JSON Schema, "" (any JSON object), a regular expression, a grammar
+    in Lark's notation, or a JSON list of texts."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    text: str
+
+
 @attrs.frozen(slots=True, kw_only=True)
 class SamplingParams:
-    """How one request wants its tokens chosen and when it ends. Checked once, at the edge, by ``core.admission``."""
+    """How one request wants its tokens chosen and when it ends. Checked once, at the edge, by ``core.params``."""
 
     max_tokens: int | None = None  # output tokens; None: up to max_model_len
     temperature: float = 1.0  # 0: greedy
@@ -89,6 +98,18 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best
     detokenize: bool = True  # False: no text is made (replay)
+    min_tokens: int = 0  # output tokens before eos, a stop token or a stop string may end it
+    min_p: float = 0.0  # [0, 1]: tokens less likely than this part of the likeliest are left out
+    repetition_penalty: float = 1.0  # > 0; on tokens of prompt and output
+    presence_penalty: float = 0.0  # [-2, 2]; once for each token of the output
+    frequency_penalty: float = 0.0  # [-2, 2]; for each time a token is in the output
+    logit_bias: Mapping[int, float] = attrs.field(factory=dict)  # token id -> added to its logit
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token id sequences that never come out
+    prompt_logprobs: int | None = None  # None: none; k: of each prompt token but the first, and the k best there
+    include_stop_str_in_output: bool = False  # keeps the stop string, or the stop token's text
+    skip_special_tokens: bool = True  # in the text
+    structure: Structure | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)  # for samplers that know more than these
 
 
@@ -110,6 +131,7 @@ class Request:
     stall_s: float | None = None  # its session says that it comes back about so many seconds after the end (a tool call)
     recorded_output_tokens: int | None = None  # replay: the length the trace says; policies named oracle may read it
     label: str = ""
+    grammar: Any = None  # core.structure.Compiled, of params.structure
 
 
 @attrs.frozen(slots=True)
@@ -238,7 +260,7 @@ class Batch:
     query_start: np.ndarray  # [B + 1] first token of each sequence in the packed batch
     kv_lens: np.ndarray  # [B] tokens visible to each sequence after this step (computed + this step's)
     block_tables: np.ndarray  # [B, max blocks in this batch]; entries at or behind ceil(kv_len / block_size) are never read
-    logit_tokens: np.ndarray  # [R] packed token whose logits are needed, one a sampled sequence
+    logit_tokens: np.ndarray  # [R] packed tokens whose logits are needed: one a sampled sequence, then those that are scored
     sequence_ids: tuple[int, ...]  # [B]
     block_size: int
     max_query_len: int
@@ -253,6 +275,14 @@ class Batch:
         return len(self.kv_lens)
 
 
+class Score(NamedTuple):
+    """A prompt token whose log probability is wanted, with the ``k`` best at its place."""
+
+    row: int  # index into Batch.logit_tokens
+    token_id: int
+    k: int
+
+
 @attrs.frozen(slots=True, eq=False)
 class SamplingBatch:
     """What to draw in this step: S samples from R logits rows (a row with n branches is drawn n times)."""
@@ -265,6 +295,8 @@ class SamplingBatch:
     histories: Sequence[Sequence[int]]  # [S] prompt and output so far (penalties)
     num_prompt_tokens: Sequence[int]  # [S] where output begins in histories
     recorded_output_tokens: Sequence[int | None]  # [S] replay without a model
+    constraints: Sequence[Any] = ()  # [S] core.structure.Constraint or None; empty: none at all
+    scores: Sequence[Score] = ()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -277,6 +309,7 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # 1 is the likeliest; 0: not known
 
 
 @attrs.frozen(slots=True, eq=False)
@@ -287,6 +320,7 @@ class StepOutput:
     seconds: Mapping[str, float]  # "move", "forward", "sample"
     logprobs: Sequence[TokenLogprobs | None] | None = None  # [S]
     errors: Mapping[int, str] = attrs.field(factory=dict)  # sample index -> what went wrong with that row alone
+    scores: Sequence[TokenLogprobs] = ()  # of SamplingBatch.scores; NaN where the logits were not finite
 
 
 @attrs.frozen(slots=True, kw_only=True)

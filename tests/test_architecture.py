@@ -21,7 +21,7 @@ from core.discovery import discover
 ROOT = Path(__file__).resolve().parents[1]
 SPINE = ("types", "state", "hookspecs", "discovery", "plugins", "engine", "blocks", "batch", "cost", "metrics")
 SPINE += ("scratch", "checks", "relief", "commit", "accounting", "params")  # what the engine is split into
-SPINE_LINES = 2200  # lines of code: no blank lines, comments and docstrings
+SPINE_LINES = 2400  # lines of code: no blank lines, comments and docstrings
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LONG_FILES = {

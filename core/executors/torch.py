@@ -18,6 +18,7 @@ import torch
 import transformers
 from attrs.validators import ge, in_, instance_of, matches_re, optional
 
+from core.batch import MAX_SCORED_TOKENS
 from core.cache import KVCache, KVShape, available_memory, fit_blocks_cpu, fit_blocks_gpu
 from core.executors import StartHooks
 from core.executors.calibration import Calibration, best_of, measure_link, one_sequence, recorded, sampling_of
@@ -38,6 +39,7 @@ from core.types import (
     StepOutput,
 )
 
+ARRAYS = ("token_ids", "positions", "slot_mapping", "query_start", "kv_lens", "block_tables", "logit_tokens")
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "mixed")
 
 
@@ -126,6 +128,7 @@ class TorchExecutor:
         torch.set_num_threads(self.num_threads or len(os.sched_getaffinity(0)))
         self._loaded = self.model.load(str(self._device), self.dtype)
         self.tokenizer = self._loaded.tokenizer
+        self._sampler = Sampler(self._loaded.info.eos_token_ids)
         return self._loaded.info
 
     def prepare(self, hooks: StartHooks, cache: CacheConfig) -> list[str]:
@@ -193,7 +196,7 @@ class TorchExecutor:
         self._bind(blocks, 0, block_size)
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
-        rows = np.arange(min(max_num_seqs, num_tokens))
+        rows = np.arange(min(max_num_seqs + MAX_SCORED_TOKENS, num_tokens))
         with torch.inference_mode():
             logits = self._forward(one_sequence(num_tokens, block_size, self._vocab_size(), self.seed, rows))
             self._sampler.sample(logits, sampling_of(len(rows), SamplingParams(top_p=0.9)))
@@ -287,25 +290,15 @@ class TorchExecutor:
             self._settle()
             computed = time.perf_counter()
             token_ids, logprobs, errors = self._sampler.sample(logits, sampling)
+            scores = self._sampler.score(logits, sampling) if sampling.scores else ()
         ended = time.perf_counter()
         seconds = {"move": moved - started, "forward": computed - moved, "sample": ended - computed}
-        return StepOutput(token_ids=token_ids, seconds=seconds, logprobs=logprobs, errors=errors)
+        return StepOutput(token_ids=token_ids, seconds=seconds, logprobs=logprobs, errors=errors, scores=scores)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Logits [R, V] of the batch's ``logit_tokens``."""
         assert self._router is not None
-        tensors = {
-            name: torch.from_numpy(getattr(batch, name)).to(self._device, non_blocking=True)
-            for name in (
-                "token_ids",
-                "positions",
-                "slot_mapping",
-                "query_start",
-                "kv_lens",
-                "block_tables",
-                "logit_tokens",
-            )
-        }
+        tensors = {name: torch.from_numpy(getattr(batch, name)).to(self._device, non_blocking=True) for name in ARRAYS}
         self._router.begin(batch, tensors)
         rows = tensors["logit_tokens"].long()
         return packed_logits(self._need_model().model, tensors["token_ids"].long(), tensors["positions"].long(), rows)

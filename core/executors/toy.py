@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from core.executors import StartHooks
+from core.logits import NOTHING_LEFT, Unsamplable, apply, edits_for, failure
 from core.text import ByteTokenizer
 from core.types import (
     Batch,
@@ -33,6 +34,25 @@ EMPTY = -(2**40)
 
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _LAYERS, _HEADS, _HEAD_DIM = 2, 2, 8
+
+
+def _choose(logits: np.ndarray, temperature: float, number: float) -> int:
+    """The best, or a draw by inverse CDF; ``Unsamplable`` when nothing is allowed."""
+    best = int(logits.argmax())
+    if not np.isfinite(logits[best]):
+        raise Unsamplable(NOTHING_LEFT)
+    if temperature == 0:
+        return best
+    sums = np.exp((logits - logits[best]) / temperature).cumsum()
+    return int(np.searchsorted(sums, number * sums[-1], side="right"))
+
+
+def _logprobs(logits: np.ndarray, token_id: int, k: int) -> TokenLogprobs:
+    values = logits - logits.max()
+    values = values - np.log(np.exp(values).sum())
+    order = np.argsort(-values, kind="stable")[:k]
+    rank = int((values > values[token_id]).sum()) + 1
+    return TokenLogprobs(token_id, float(values[token_id]), tuple((int(t), float(values[t])) for t in order), rank)
 
 
 @attrs.define(eq=False)
@@ -99,15 +119,26 @@ class ToyExecutor:
         moved = time.perf_counter()
         self._slots.reshape(-1)[batch.slot_mapping] = batch.token_ids + (batch.positions.astype(np.int64) << 20)
         owners = np.searchsorted(batch.query_start, batch.logit_tokens, side="right") - 1
-        rows = [self._hash(batch, int(owner)) for owner in owners]
+        lengths = batch.positions[batch.logit_tokens] + 1
+        rows = [self._hash(batch, int(owner), int(length)) for owner, length in zip(owners, lengths, strict=True)]
         hashed = time.perf_counter()
-        tokens = [self._draw(rows[sampling.rows[i]], sampling, i) for i in range(len(sampling))]
+        tokens, errors = [], {}
+        for i in range(len(sampling)):
+            try:
+                tokens.append(self._draw(rows[sampling.rows[i]], sampling, i))
+            except Exception as error:  # this request's own, as in core/sampler.py
+                errors[i] = failure(error)
+                tokens.append(-1)
         logprobs = None
         if any(p.logprobs is not None for p in sampling.params):
-            logprobs = [TokenLogprobs(t, -1.0, ((t, -1.0),)) if p.logprobs is not None else None
-                        for t, p in zip(tokens, sampling.params, strict=True)]  # fmt: skip
+            logprobs = [
+                None if p.logprobs is None or i in errors
+                else _logprobs(self._logits(rows[sampling.rows[i]], self._scripted(sampling, i)), tokens[i], p.logprobs)
+                for i, p in enumerate(sampling.params)
+            ]  # fmt: skip
+        scores = [_logprobs(self._logits(rows[one.row]), one.token_id, one.k) for one in sampling.scores]
         seconds = {"move": moved - started, "forward": hashed - moved, "sample": time.perf_counter() - hashed}
-        return StepOutput(tokens, seconds, logprobs)
+        return StepOutput(tokens, seconds, logprobs, errors, scores)
 
     def _run_moves(self, moves: Sequence[Move]) -> None:
         for kind, source, destination in moves:
@@ -118,9 +149,8 @@ class ToyExecutor:
             else:
                 self._slots[destination] = self._host[source]
 
-    def _hash(self, batch: Batch, owner: int) -> int:
-        """A hash of everything this sequence sees, read through its block table."""
-        length = int(batch.kv_lens[owner])
+    def _hash(self, batch: Batch, owner: int, length: int) -> int:
+        """A hash of the first ``length`` tokens of this sequence, read through its block table."""
         blocks = batch.block_tables[owner, : -(-length // batch.block_size)]
         seen = self._slots[blocks].reshape(-1)[:length].astype(np.uint64)
         # odd multipliers by place, so that order matters; wrap-around is meant
@@ -130,15 +160,35 @@ class ToyExecutor:
 
     def _draw(self, row: int, sampling: SamplingBatch, i: int) -> int:
         params, position = sampling.params[i], sampling.positions[i]
-        if self.text:
-            script = self.text.encode()
-            return script[(position - sampling.num_prompt_tokens[i]) % len(script)]
-        if params.temperature > 0:
-            row ^= int(uniform(sampling.seeds[i], sampling.branches[i], position) * 2**40)
+        scripted = self._scripted(sampling, i)
+        edits = edits_for(sampling, i, self.vocab_size, self.tokenizer.eos_ids)
+        number = uniform(sampling.seeds[i], sampling.branches[i], position) if params.temperature > 0 else 0.0
+        if edits is not None:
+            return _choose(
+                apply(self._logits(row, scripted), edits), params.temperature if scripted is None else 0, number
+            )
+        if scripted is not None:
+            return scripted
+        return self._token(row ^ int(number * 2**40))
+
+    def _scripted(self, sampling: SamplingBatch, i: int) -> int | None:
+        if not self.text:
+            return None
+        script = self.text.encode()
+        return script[(sampling.positions[i] - sampling.num_prompt_tokens[i]) % len(script)]
+
+    def _token(self, row: int) -> int:
         if self.eos_every and row % self.eos_every == 0:
             return self.tokenizer.eos_id
         token = row // 7 % self.vocab_size
         return token if token not in self.tokenizer.eos_ids else 0
+
+    def _logits(self, row: int, best: int | None = None) -> np.ndarray:
+        """Made-up logits [V] float64 of one place, the same for the same hash; the greedy token has the largest."""
+        logits = np.random.default_rng(row).standard_normal(self.vocab_size)
+        logits[list(self.tokenizer.eos_ids)] -= 10
+        logits[self._token(row) if best is None else best] = logits.max() + 2
+        return logits
 
     # ------------------------------------------------------------------------------------------- clock
 

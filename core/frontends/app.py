@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import orjson
 from starlette.applications import Starlette
@@ -18,21 +18,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from core.frontends.answers import (
-    Answer,
-    ChatAnswer,
-    CompletionAnswer,
-    error_events,
-    model_card,
-    model_list,
-    refuse_bad,
-)
+import core
+from core.frontends.answers import Answer, ChatAnswer, CompletionAnswer, model_card, model_list, refuse_bad
 from core.frontends.loop import SHUTTING_DOWN, EngineLoop, EngineUnavailable, Stream, public_reason
+from core.frontends.openapi import document
+from core.frontends.prepare import Asked, detokenized, prepare, tokenized
 from core.frontends.prometheus import CONTENT_TYPE, ServerMetrics
-from core.frontends.protocol import ApiError, ChatRequest, CompletionRequest, read_chat, read_completion
-from core.params import check_request
+from core.frontends.protocol import ApiError, read_chat, read_completion, read_detokenize, read_tokenize
+from core.frontends.request_ids import RequestIds
+from core.frontends.streaming import ClientGone, EventStream, unless_gone
 from core.text import TextError
 from core.types import RequestError
 
@@ -41,35 +37,50 @@ log = logging.getLogger(__name__)
 ANY_MODEL = "default"
 """A model name that every server answers to."""
 
+COMPILE_SECONDS = 10.0
+"""Longest wait for a grammar. What compiles it counts its own work too (core/structure.py), so no thread is left behind."""
+
+MAX_COMPILING = 2
 _SMALL_BYTES = 8192  # bodies up to this are parsed and tokenised where they arrive: a thread would cost more
-
-Generation = CompletionRequest | ChatRequest
-Result = TypeVar("Result")
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was ready."""
 
 
 class Api:
     """The OpenAI-compatible routes over one engine."""
 
-    def __init__(self, loop: EngineLoop, metrics: ServerMetrics, *, model_name: str, max_body_bytes: int):
+    def __init__(
+        self,
+        loop: EngineLoop,
+        metrics: ServerMetrics,
+        *,
+        model_names: Sequence[str],
+        max_body_bytes: int,
+        accept_any_model: bool = False,
+    ):
         self._loop = loop
         self._metrics = metrics
-        self._model_name = model_name
+        self._names = list(dict.fromkeys(model_names))  # the first is the one that answers carry
+        self._any = accept_any_model
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
+        self._compiling = asyncio.Semaphore(MAX_COMPILING)
+        self._document = orjson.dumps(document(core.__version__))
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
-            Route("/health", self.health),
+            Route("/health", self.ready),
+            Route("/health/ready", self.ready),
+            Route("/health/live", self.live),
+            Route("/version", self.version),
+            Route("/load", self.load),
+            Route("/openapi.json", self.openapi),
             Route("/metrics", self.metrics),
         ]
         app = Starlette(
@@ -82,11 +93,11 @@ class Api:
             },
         )
         app.router.redirect_slashes = False
-        return app
+        return RequestIds(app)
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        return _json(model_list([self._card(self._model_name)]))
+        return _json(model_list([self._card(name) for name in self._names]))
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``."""
@@ -94,8 +105,26 @@ class Api:
         self._check_model(name)
         return _json(self._card(name))
 
-    async def health(self, _: Request) -> Response:
-        """``GET /health``: 200 while requests are served, 503 with the reason once they are not."""
+    async def live(self, _: Request) -> Response:
+        """``GET /health/live``: 200 while the process can work, also while it drains; 503 once its engine has stopped."""
+        if self._loop.failure is None:
+            return _json({"status": "ok"})
+        raise ApiError(503, self._loop.reason or SHUTTING_DOWN, code="engine_stopped")
+
+    async def version(self, _: Request) -> Response:
+        """``GET /version``."""
+        return _json({"version": core.__version__})
+
+    async def load(self, _: Request) -> Response:
+        """``GET /load``: requests that are being served or wait, each prompt counted."""
+        return _json({"server_load": self._loop.num_open})
+
+    async def openapi(self, _: Request) -> Response:
+        """``GET /openapi.json``: what this file serves, made from the same classes."""
+        return _json_bytes(self._document)
+
+    async def ready(self, _: Request) -> Response:
+        """``GET /health/ready``, ``GET /health``: 200 while requests are taken, 503 with the reason once they are not."""
         if self._loop.healthy:
             return _json({"status": "ok"})
         reason = self._loop.reason or SHUTTING_DOWN
@@ -126,31 +155,41 @@ class Api:
         """``POST /v1/chat/completions``."""
         return await self._generate(request, read_chat, ChatAnswer)
 
-    async def _generate(self, http: Request, read: Callable[[bytes], Generation], shape: type[Answer]) -> Response:
+    async def _generate(self, http: Request, read: Callable[[bytes], Any], shape: type[Answer]) -> Response:
         body = await self._body(http)
         try:
-            request, prompts = await _near_or_far(len(body), self._understand, body, read)
-            stream = self._loop.submit(prompts, request.params(), cache_salt=request.cache_salt)
+            asked = await _near_or_far(len(body), self._understand, body, read)
+            await self._compile(asked)
+            stream = self._loop.submit(asked.prompts, asked.params, **asked.labels)
         except RequestError as error:
             names = {"prompt": "messages"} if shape is ChatAnswer else {}
             raise ApiError(400, str(error), param=names.get(error.param or "", error.param)) from error
         except EngineUnavailable as error:
             raise ApiError(503, str(error)) from error
-        n, branches = request.n, request.num_branches
-        best = (n, branches) if branches > n else None
-        answer = shape(
-            self._model_name, sum(map(len, prompts)), len(prompts) * branches, request.include_usage, best=best
-        )
         try:
-            if not request.stream:
+            answer = shape(self._names[0], asked, self._loop.engine.tokenizer)
+            if not asked.request.stream:
                 with stream:
-                    return _json_bytes(await _unless_gone(http.receive, self._collect(stream, answer)), answer.id)
-            for output in await _unless_gone(http.receive, stream.admitted()):
+                    return _json_bytes(await unless_gone(http.receive, self._collect(stream, answer)), answer.id)
+            for output in await unless_gone(http.receive, stream.admitted()):
                 self._refuse_bad(output)
             return EventStream(stream, answer, self._refuse_bad)
         except BaseException:
             stream.close()
             raise
+
+    async def _compile(self, asked: Asked) -> None:
+        """Compile a grammar beside the event loop; the engine then finds it in its cache."""
+        structure = asked.params.structure
+        if structure is None:
+            return
+        grammars = self._loop.engine.grammars
+        try:
+            async with self._compiling:
+                await asyncio.wait_for(asyncio.to_thread(grammars.compile, structure), COMPILE_SECONDS)
+        except TimeoutError as error:
+            message = f"{structure.kind} took more than {COMPILE_SECONDS} s to compile"
+            raise RequestError(message, structure.kind) from error
 
     async def _collect(self, stream: Stream, answer: Answer) -> bytes:
         async for outputs in stream:
@@ -159,23 +198,39 @@ class Api:
                 answer.add(stream.choice(output), output)
         return answer.whole()
 
-    def _understand(self, body: bytes, read: Callable[[bytes], Generation]) -> tuple[Generation, list[list[int]]]:
-        """Parse, tokenise and check. Runs in a thread for large bodies, so it touches nothing that changes."""
+    def _understand(self, body: bytes, read: Callable[[bytes], Any]) -> Asked:
+        """Parse, tokenise and check."""
         request = read(body)
         self._check_model(request.model)
         engine = self._loop.engine
-        tokenizer = engine.tokenizer
+        return prepare(request, engine.tokenizer, engine.model, engine.limits)
+
+    async def tokenize(self, http: Request) -> Response:
+        """``POST /tokenize``: vLLM's."""
+        body = await self._body(http)
+        return _json_bytes(await _near_or_far(len(body), self._tokenize, body))
+
+    async def detokenize(self, http: Request) -> Response:
+        """``POST /detokenize``: vLLM's."""
+        body = await self._body(http)
+        return _json_bytes(await _near_or_far(len(body), self._detokenize, body))
+
+    def _tokenize(self, body: bytes) -> bytes:
+        request = read_tokenize(body)
+        if request.model is not None:
+            self._check_model(request.model)
+        engine = self._loop.engine
         try:
-            if isinstance(request, ChatRequest):
-                text = tokenizer.chat([message.rendered() for message in request.messages])
-                prompts = [tokenizer.encode(text, add_special_tokens=False)]
-            else:
-                prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompt]
+            return tokenized(request, engine.tokenizer, engine.limits.max_model_len)
         except TextError as error:
-            raise RequestError(public_reason(str(error)), "prompt") from error
-        for prompt in prompts:  # ``submit`` checks again, on the event loop: by then a prompt is at most max_model_len
-            check_request(prompt, request.params(), engine.model, engine.limits)
-        return request, prompts
+            param = "prompt" if request.messages is None else "messages"
+            raise ApiError(400, public_reason(str(error)), param=param) from error
+
+    def _detokenize(self, body: bytes) -> bytes:
+        request = read_detokenize(body)
+        if request.model is not None:
+            self._check_model(request.model)
+        return detokenized(request, self._loop.engine.tokenizer, self._loop.engine.model.vocab_size)
 
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -198,7 +253,7 @@ class Api:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes (frontend.max_body_bytes)")
 
     def _check_model(self, name: str) -> None:
-        if name not in (self._model_name, ANY_MODEL):
+        if name != ANY_MODEL and name not in self._names and not self._any:
             shown = name if len(name) <= 80 else name[:77] + "..."
             raise ApiError(404, f"the model {shown!r} is not served here", param="model", code="model_not_found")
 
@@ -209,65 +264,8 @@ class Api:
         refuse_bad(output, engine_stopped=self._loop.failure is not None)
 
 
-class EventStream(Response):
-    """Server-sent events for one answer; one write a step. Ends its stream however it is left."""
-
-    def __init__(self, stream: Stream, answer: Answer, check: Callable[[Any], None]):
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-request-id": answer.id}
-        )
-        del self.headers["content-length"]
-        self._stream = stream
-        self._answer = answer
-        self._check = check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the answer ends or the client leaves."""
-        with self._stream:
-            try:
-                await _unless_gone(receive, self._send(send))
-            except ClientGone:
-                log.debug("%s: the client left", self._answer.id)
-
-    async def _send(self, send: Send) -> None:
-        async def write(data: bytes, more: bool = True) -> None:
-            if data or not more:
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            await write(self._answer.opening())
-            async for outputs in self._stream:
-                for output in outputs:
-                    self._check(output)
-                await write(self._answer.events([(self._stream.choice(output), output) for output in outputs]))
-            await write(self._answer.closing(), more=False)
-        except ApiError as error:
-            await write(error_events(error), more=False)
-
-
 async def _near_or_far(size: int, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if size <= _SMALL_BYTES else await asyncio.to_thread(function, *args)
-
-
-async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:
-    """The result of ``work``, which is cancelled as soon as the client leaves (``ClientGone``)."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -277,8 +275,8 @@ def _json(data: Any) -> Response:
     return Response(orjson.dumps(data), media_type="application/json")
 
 
-def _json_bytes(body: bytes, request_id: str) -> Response:
-    return Response(body, media_type="application/json", headers={"x-request-id": request_id})
+def _json_bytes(body: bytes, request_id: str | None = None) -> Response:
+    return Response(body, media_type="application/json", headers={"x-request-id": request_id} if request_id else None)
 
 
 def _error(error: ApiError, headers: dict[str, str] | None = None) -> Response:

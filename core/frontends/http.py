@@ -49,9 +49,17 @@ def _whole(low: int, high: int) -> Callable[[Any, Any, Any], None]:
     return check
 
 
+def _names(_: Any, field: Any, value: Any) -> None:
+    if not all(isinstance(name, str) and name for name in value):
+        raise ValueError(f"{field.name} must be a list of names, got {value!r}")
+
+
 @attrs.define(eq=False)
 class HttpFrontend:
-    """The HTTP server. ``port=0`` takes a free one, which is printed. ``served_model_name=null`` is the model's own name."""
+    """The HTTP server. ``port=0`` takes a free one, which is printed. ``served_model_name=null`` is the model's own name.
+
+    ``aliases`` are further names of it; with ``accept_any_model`` every name is.
+    """
 
     host: str = attrs.field(default="127.0.0.1", validator=attrs.validators.instance_of(str))
     port: int = attrs.field(default=8000, validator=_whole(0, 65535))
@@ -59,6 +67,8 @@ class HttpFrontend:
         default=None,
         validator=attrs.validators.optional([attrs.validators.instance_of(str), attrs.validators.min_len(1)]),
     )
+    aliases: list[str] = attrs.field(factory=list, converter=list, validator=_names)
+    accept_any_model: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     max_body_bytes: int = attrs.field(default=4_000_000, validator=_whole(1024, 2**31))
     grace_s: float = attrs.field(
         default=30.0, converter=float, validator=[attrs.validators.ge(0), attrs.validators.lt(1e9)]
@@ -112,7 +122,13 @@ class HttpFrontend:
         name = self.served_model_name or engine.model.name
         metrics = ServerMetrics(name, engine.limits.max_model_len, engine.stats)
         loop = EngineLoop(engine, on_step=metrics.on_step)
-        api = Api(loop, metrics, model_name=name, max_body_bytes=self.max_body_bytes)
+        api = Api(
+            loop,
+            metrics,
+            model_names=[name, *self.aliases],
+            accept_any_model=self.accept_any_model,
+            max_body_bytes=self.max_body_bytes,
+        )
         config = uvicorn.Config(
             api.app(),
             http=_Protocol,

@@ -189,7 +189,9 @@ class ServerMetrics:
 
     def _kv(self) -> Iterable[Metric]:
         """What this engine measures of its KV pool and vLLM does not: under a prefix of its own."""
-        terms = GaugeMetricFamily("quire:kv_tokens", "Tokens of the KV pool, by what they are.", labels=["model_name", "term"])
+        terms = GaugeMetricFamily(
+            "quire:kv_tokens", "Tokens of the KV pool, by what they are.", labels=["model_name", "term"]
+        )
         for term in _KV_TERMS:
             terms.add_metric([*self._labels, term], getattr(self._memory, term, 0))
         yield terms

@@ -1,63 +1,59 @@
-"""OpenAI's request shapes, read strictly: what arrives is served as asked, or refused with the parameter's name.
+"""The requests of the API, read strictly: what arrives is served as asked, or refused with the parameter's name.
 
 * Types are not guessed: ``"0.7"`` and ``true`` are no temperatures, ``NaN`` is no JSON. ``null`` is the same as absent.
-* What OpenAI's API (or vLLM's) knows and this server does not serve yet is refused, unless its value is that API's default.
+* What OpenAI's API (or vLLM's) knows and this server does not serve is refused, unless its value is that API's default.
 * Fields that cannot change an answer (``user``, ``metadata`` ...) are accepted and ignored; unknown ones are refused by name.
-* Beyond OpenAI's fields: ``top_k``, ``stop_token_ids``, ``ignore_eos`` and ``cache_salt`` (prompts share cached KV only within one).
+
+docs/api.md has every field beside what other servers make of it; a test holds it and these classes together.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+import attrs
+from pydantic import Field, ValidationError, model_validator
 
-from core.params import MAX_N, MAX_SALT_CHARS
+from core.frontends.fields import (
+    MAX_BAD_WORDS,
+    MAX_STOP_TOKEN_IDS,
+    ApiError,
+    BadWord,
+    Biases,
+    Content,
+    NotYet,
+    Prompts,
+    Salt,
+    Stops,
+    Strict,
+    TokenId,
+    explain,
+    read_object,
+    served_fields,
+)
+from core.frontends.structured import ResponseFormat, StructuredOutputs, structure_of
+from core.params import MAX_LOGPROBS, MAX_N
 from core.types import SamplingParams
 
-MAX_PROMPTS = 128  # prompts in one completion request
-MAX_STOP_TOKEN_IDS = 128
+__all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Generation", "read_chat", "read_completion"]
 
 IGNORED = frozenset(
     {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
 
-_NOT_YET: dict[str, tuple[Any, ...]] = {  # parameter -> the values that mean "not used"; null always does
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+_NOT_YET: NotYet = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "priority": (0,),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "return_token_ids": (False,),
     "store": (False,),
-    "echo": (False,),
 }
-_NOT_YET_COMPLETION = _NOT_YET | {"logprobs": (), "suffix": ("",), "response_format": ({"type": "text"},)}
-_NOT_YET_CHAT = _NOT_YET | {
+NOT_YET_COMPLETION: NotYet = _NOT_YET | {"suffix": ("",)}
+NOT_YET_CHAT: NotYet = _NOT_YET | {
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -70,14 +66,12 @@ _NOT_YET_CHAT = _NOT_YET | {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
-_NOT_YET_MESSAGE: dict[str, tuple[Any, ...]] = {
+NOT_YET_MESSAGE: NotYet = {
     "tool_calls": ([],),
     "function_call": (),
     "tool_call_id": (),
@@ -87,127 +81,21 @@ _NOT_YET_MESSAGE: dict[str, tuple[Any, ...]] = {
     "reasoning_content": (),
     "reasoning": (),
 }
-_NOT_YET_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "include_obfuscation": (False,),
-    "continuous_usage_stats": (False,),
-}
+NOT_YET_STREAM_OPTIONS: NotYet = {"include_obfuscation": (False,)}
 
 
-class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = {"retry-after": "1"} if status == 503 else {}
-
-    def body(self) -> bytes:
-        """The JSON of the error."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
-
-
-def _is(value: object, default: object) -> bool:
-    """Equality in which ``true`` is not 1 and 0.0 is 0."""
-    return value == default and isinstance(value, bool) == isinstance(default, bool)
-
-
-def _served_fields(data: Any, not_yet: dict[str, tuple[Any, ...]], where: str = "") -> Any:
-    """Take out what means "not used"; ``ApiError`` for what is asked for and not served."""
-    if not isinstance(data, dict):
-        return data
-    kept = {}
-    for name, value in data.items():
-        if name in not_yet:
-            if value is not None and not any(_is(value, default) for default in not_yet[name]):
-                raise ApiError(400, f"{where}{name}={_short(value)} is not supported yet", param=f"{where}{name}")
-        else:
-            kept[name] = value
-    return kept
-
-
-# ------------------------------------------------------------------------------------------------ fields
-
-_PROMPT = "must be a string, a list of strings, a list of token ids or a list of token id lists"
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    """One prompt or several, each a text or token ids."""
-    if isinstance(value, str):
-        return [value]
-    if type(value) is not list:
-        raise ValueError(_PROMPT)
-    if not value:
-        raise ValueError("the prompt cannot be empty")
-    if type(value[0]) is int:
-        return [_token_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts, got {len(value)}")
-    return [item if isinstance(item, str) else _token_ids(item) for item in value]
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise ValueError(_PROMPT)
-    return value
-
-
-def _stop(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("must be null, a string or a list of up to 4 strings")
-    if "" in stops:
-        raise ValueError("a stop string cannot be empty")
-    if len(stops) > 4:
-        raise ValueError(f"at most 4 stop strings, got {len(stops)}")
-    return tuple(stops)
-
-
-def _content(value: object) -> str:
-    """The text of a message: a string, or text parts, which become lines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_part(part) for part in value)
-
-
-def _part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"parts of type {_short(kind)} are not supported yet")
-    if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        raise ValueError('each part must be {"type": "text", "text": ...}')
-    return part["text"]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in data.items() if value is not None or name not in optional}
-
-
-class StreamOptions(_Model):
+class StreamOptions(Strict):
     """What a stream carries beside the text."""
 
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="a last chunk with usage; null usage on the others")
+    continuous_usage_stats: bool = Field(False, description="with include_usage: usage so far on every chunk")
 
 
-class Message(_Model):
+class Message(Strict):
     """One turn of a chat. ``developer`` is what ``system`` is called now; templates know the old name."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_content)]
+    content: Content
     name: str | None = None
 
     def rendered(self) -> dict[str, str]:
@@ -215,25 +103,50 @@ class Message(_Model):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class _Request(_Model):
+class Generation(Strict):
+    """What completions and chats have in common."""
+
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**53)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(0, ge=-1)
-    n: int = Field(1, ge=1, le=MAX_N)
-    cache_salt: str = Field("", min_length=1, max_length=MAX_SALT_CHARS)
+    top_k: int = Field(0, ge=-1, lt=2**53)
+    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
-    stop_token_ids: list[int] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    n: int = Field(1, ge=1, le=MAX_N)
+    stop: Stops = ()
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: Biases = Field({})
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    bad_words: list[BadWord] = Field([], max_length=MAX_BAD_WORDS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, lt=2**53)
+    return_token_ids: bool = False
+    echo: bool = False
+    cache_salt: Salt | None = None
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _check(self) -> _Request:
+    def _check(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is allowed only with stream=true", param="stream_options")
+        if self.truncate_prompt_tokens == 0:
+            raise ApiError(
+                400, "truncate_prompt_tokens must be -1 or at least 1, got 0", param="truncate_prompt_tokens"
+            )
+        structure_of(self.response_format, self.structured_outputs)
         return self
 
     @property
@@ -242,60 +155,96 @@ class _Request(_Model):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries usage."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
     def num_branches(self) -> int:
-        """Branches that each prompt is answered with; the best ``n`` of them are given."""
+        """Answers that are made for each prompt."""
         return self.n
 
     def params(self) -> SamplingParams:
-        """For the engine."""
+        """For the engine; bad words are added where a tokenizer is (``prepare``)."""
         return SamplingParams(
-            n=self.num_branches,
-            logprobs=0 if self.num_branches > self.n else None,  # what best_of ranks by
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=min(self.top_k, 2**31 - 1),  # more than any vocabulary: off
+            min_p=self.min_p,
             seed=self.seed,
+            n=self.num_branches,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            structure=structure_of(self.response_format, self.structured_outputs),
         )
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many log probabilities each token of the answer has beside its own; None: not even that."""
+        raise NotImplementedError
 
-Shape = TypeVar("Shape", bound=_Request)
 
+class CompletionRequest(Generation):
+    """``POST /v1/completions``. ``max_tokens`` is 16 unless given, as in OpenAI's API; 0 is for ``echo``."""
 
-class CompletionRequest(_Request):
-    """``POST /v1/completions``. ``max_tokens`` is 16 unless given, as in OpenAI's API."""
-
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
-    max_tokens: int | None = Field(16, ge=1)
-    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    prompt: Prompts
+    max_tokens: int | None = Field(16, ge=0, lt=2**53)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=20)
 
     @model_validator(mode="after")
-    def _check_best_of(self) -> CompletionRequest:
+    def _check_completion(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: must be at least 1, or 0 with echo=true", param="max_tokens")
         if self.best_of is not None and self.best_of < self.n:
-            raise ApiError(400, f"best_of must be at least n={self.n}, got {self.best_of}", param="best_of")
-        if self.stream and self.num_branches > self.n:
-            raise ApiError(
-                400, f"best_of={self.best_of} cannot be streamed: which n={self.n} are best is known at the end", param="best_of"
-            )
+            raise ApiError(400, f"best_of={self.best_of} must be at least n={self.n}", param="best_of")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ApiError(400, "best_of above n cannot be streamed: the best is known at the end", param="best_of")
         return self
 
     @property
     def num_branches(self) -> int:
-        """``best_of``, or ``n`` without it."""
         return self.best_of or self.n
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return 0 if self.logprobs is None and self.num_branches > self.n else self.logprobs
 
-class ChatRequest(_Request):
+    def params(self) -> SamplingParams:
+        """For the engine: ``echo`` with ``logprobs`` scores the prompt, and no answer is shorter than one token there."""
+        params = super().params()
+        if self.max_tokens == 0:
+            params = attrs.evolve(params, max_tokens=1)
+        if self.echo and self.logprobs is not None:
+            params = attrs.evolve(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
+
+
+class ChatRequest(Generation):
     """``POST /v1/chat/completions``. Without ``max_tokens`` an answer may fill what ``max_model_len`` leaves."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**53)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _check_chat(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ApiError(
                 400,
@@ -303,79 +252,92 @@ class ChatRequest(_Request):
                 "give one",
                 param="max_completion_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs is allowed only with logprobs=true", param="top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt contradict each other"
+            raise ApiError(400, message, param="continue_final_message")
         return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def params(self) -> SamplingParams:
         """For the engine."""
+        params = super().params()
         if self.max_completion_tokens is not None:
-            return self.model_copy(
-                update={"max_tokens": self.max_completion_tokens, "max_completion_tokens": None}
-            ).params()
-        return super().params()
+            params = attrs.evolve(params, max_tokens=self.max_completion_tokens)
+        return params
+
+
+# ------------------------------------------------------------------------------------------------ other routes
+
+
+class TokenizeRequest(Strict):
+    """``POST /tokenize``: of a prompt, or of a chat through the model's template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt contradict each other"
+            raise ApiError(400, message, param="continue_final_message")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
+Shape = TypeVar("Shape", bound=Strict)
+
 
 def read_completion(body: bytes) -> CompletionRequest:
     """The request in a body; ``ApiError`` (400) names what is wrong with it."""
-    data = _served_fields(_read_object(body), _NOT_YET_COMPLETION)
-    return _validate(CompletionRequest, data)
+    return read(CompletionRequest, served_fields(read_object(body), NOT_YET_COMPLETION))
 
 
 def read_chat(body: bytes) -> ChatRequest:
     """The request in a body; ``ApiError`` (400) names what is wrong with it."""
-    data = _served_fields(_read_object(body), _NOT_YET_CHAT)
+    return read(ChatRequest, served_fields(read_object(body), NOT_YET_CHAT))
+
+
+def read_tokenize(body: bytes) -> TokenizeRequest:
+    """The request in a body; ``ApiError`` (400) names what is wrong with it."""
+    return read(TokenizeRequest, read_object(body))
+
+
+def read_detokenize(body: bytes) -> DetokenizeRequest:
+    """The request in a body; ``ApiError`` (400) names what is wrong with it."""
+    return read(DetokenizeRequest, read_object(body))
+
+
+def read(shape: type[Shape], data: dict[str, Any]) -> Shape:
+    """A request of this shape from a JSON object."""
+    if data.get("stream_options") is not None:
+        data["stream_options"] = served_fields(data["stream_options"], NOT_YET_STREAM_OPTIONS, "stream_options.")
     if isinstance(data.get("messages"), list):
         data["messages"] = [
-            _served_fields(message, _NOT_YET_MESSAGE, f"messages[{index}].")
+            served_fields(message, NOT_YET_MESSAGE, f"messages[{index}].")
             for index, message in enumerate(data["messages"])
         ]
-    return _validate(ChatRequest, data)
-
-
-def _read_object(body: bytes) -> dict[str, Any]:
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return data
-
-
-def _validate(shape: type[Shape], data: dict[str, Any]) -> Shape:
-    options = data.get("stream_options")
-    if options is not None:
-        data["stream_options"] = _served_fields(options, _NOT_YET_STREAM_OPTIONS, "stream_options.")
     try:
         return shape.model_validate({name: value for name, value in data.items() if name not in IGNORED})
     except ValidationError as error:
-        raise _explain(error) from error
-
-
-def _explain(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in one line."""
-    first = error.errors(include_url=False)[0]
-    param = _path(first["loc"])
-    if first["type"] == "missing":
-        return ApiError(400, f"missing required parameter: {param}", param=param)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {param}", param=param)
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(400, f"{param}: {message}, got {_short(first['input'])}", param=param)
-
-
-def _path(location: Sequence[str | int]) -> str:
-    path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{_clip(step)}" if path else _clip(step)
-    return path
-
-
-def _clip(name: str) -> str:
-    return name if len(name) <= 64 else name[:61] + "..."
-
-
-def _short(value: object) -> str:
-    return reprlib.repr(value)
+        raise explain(error) from error

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from core.frontends.answers import ChatAnswer, CompletionAnswer
+from core.frontends.answers import CompletionAnswer
+from core.frontends.prepare import Asked
+from core.frontends.protocol import read_completion
+from core.text import ByteTokenizer
 from core.types import Output, TokenLogprobs
 from plugins.allocators.prefix import PrefixAllocator
 from tests.frontends.toys import Server, serving, toy_engine
@@ -90,7 +93,8 @@ def test_best_of_gives_n_choices_of_the_branches_that_n_would_give(server: Serve
 
 def test_best_of_ranks_by_mean_logprob_within_each_prompt() -> None:
     """Two prompts of three branches, two of each given: the mean counts, not the sum, and prompts do not mix."""
-    answer = CompletionAnswer("m", 2, 6, best=(2, 3))
+    request = read_completion(b'{"model": "m", "prompt": ["a", "b"], "n": 2, "best_of": 3}')
+    answer = CompletionAnswer("m", Asked(request, [[1], [2]], ["", ""], request.params(), {}), ByteTokenizer())
     scores = {0: [-3.0], 1: [-1.0, -1.0, -1.0, -1.0], 2: [-2.0], 3: [-0.5], 4: [-9.0], 5: [-7.0, -7.0]}
     for choice, logprobs in scores.items():
         for i, logprob in enumerate(logprobs):
@@ -101,7 +105,6 @@ def test_best_of_ranks_by_mean_logprob_within_each_prompt() -> None:
             )
     texts = [choice["text"][0] for choice in json.loads(answer.whole())["choices"]]
     assert texts == ["1", "2", "3", "5"]
-    assert json.loads(ChatAnswer("m", 1, 1).whole())["choices"][0]["index"] == 0
 
 
 def test_a_repeated_prompt_is_cached_within_its_salt_until_the_cache_is_reset(server: Server) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.frontends.protocol import ApiError, read_chat, read_completion
-from core.types import SamplingParams
+from core.types import SamplingParams, Structure
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -45,9 +45,12 @@ def test_every_served_field_reaches_the_engine(read: Any) -> None:
     """What is accepted is used."""
     asked = {
         "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": -3, "stop": ["a", "b"],
-        "stop_token_ids": [1, 2], "ignore_eos": True,
+        "stop_token_ids": [1, 2], "ignore_eos": True, "n": 3, "min_tokens": 4, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"5": 1, "07": -100}, "allowed_token_ids": [5, 7],
+        "prompt_logprobs": 3, "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
-    expected = SamplingParams(**{**asked, "stop": ("a", "b"), "stop_token_ids": (1, 2)})
+    changed = {"stop": ("a", "b"), "stop_token_ids": (1, 2), "logit_bias": {5: 1.0, 7: -100.0}, "allowed_token_ids": (5, 7)}
+    expected = SamplingParams(**{**asked, **changed})
     assert read(**asked).params() == expected
 
 
@@ -77,6 +80,16 @@ def test_null_is_absent(read: Any) -> None:
         ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", True), ("cache_salt", "x" * 257),
         ("ignore_eos", 1), ("ignore_eos", "true"), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("model", 5), ("model", None), ("model", ["m"]),
+        ("n", 0), ("n", -1), ("n", 129), ("n", True), ("n", 1.0), ("min_tokens", -1), ("min_tokens", 1.5), ("min_p", -0.1), ("min_p", 1.1),
+        ("repetition_penalty", 0), ("repetition_penalty", "1"), ("repetition_penalty", 101), ("presence_penalty", 2.1),
+        ("presence_penalty", True), ("frequency_penalty", -2.1), ("logit_bias", {"abc": 1}), ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.5": 1}), ("logit_bias", {"1": "x"}), ("logit_bias", {"1": True}), ("logit_bias", {"1": 101}),
+        ("logit_bias", [1]), ("logit_bias", {"1": 1, "01": 2}), ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 5), ("bad_words", [""]), ("bad_words", "x"),
+        ("bad_words", ["x"] * 129), ("bad_words", ["x" * 257]), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
+        ("skip_special_tokens", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("cache_salt", ""),
+        ("cache_salt", "a b"), ("cache_salt", "x" * 257), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31), ("echo", "yes"),
+        ("return_token_ids", 1),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(read: Any, name: str, value: Any) -> None:
@@ -91,38 +104,103 @@ def test_wrong_values_are_refused_by_name(read: Any, name: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("name", "unused", "used"),
     [
-        ("echo", False, True),
-        ("presence_penalty", 0, 0.5), ("presence_penalty", 0.0, False), ("frequency_penalty", 0, -1),
-        ("repetition_penalty", 1.0, 1.1), ("logit_bias", {}, {"5": 1}), ("min_p", 0, 0.1),
-        ("store", False, True), ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("use_beam_search", False, True), ("length_penalty", 1.0, 2), ("length_penalty", 1, True), ("store", False, True),
+        ("spaces_between_special_tokens", True, False), ("guided_regex", None, "a+"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_yet(read: Any, name: str, unused: Any, used: Any) -> None:
+def test_what_is_not_served(read: Any, name: str, unused: Any, used: Any) -> None:
     """A value that means "not used" is fine; any other is refused by name."""
     assert read(**{name: unused}) == read()
     error = refused(read, **{name: used})
-    assert (error.param, "not supported yet" in error.message) == (name, True)
+    assert (error.param, "not supported" in error.message) == (name, True)
 
 
 @pytest.mark.parametrize(
     ("name", "unused", "used"),
     [
-        ("tools", [], [{"type": "function"}]), ("tool_choice", "auto", "required"), ("logprobs", False, True),
-        ("top_logprobs", 0, 5), ("modalities", ["text"], ["audio"]), ("audio", None, {}), ("functions", [], [1]),
+        ("tools", [], [{"type": "function"}]), ("tool_choice", "auto", "required"), ("best_of", 1, 2), ("modalities", ["text"], ["audio"]), ("audio", None, {}), ("functions", [], [1]),
         ("reasoning_effort", None, "high"),
     ],
 )  # fmt: skip
-def test_what_chat_does_not_serve_yet(name: str, unused: Any, used: Any) -> None:
+def test_what_chat_does_not_serve(name: str, unused: Any, used: Any) -> None:
     """The chat route's own."""
     assert chat(**{name: unused}) == chat(**{name: None}) == chat()
     assert refused(chat, **{name: used}).param == name
 
 
-@pytest.mark.parametrize(("name", "used"), [("logprobs", 0), ("logprobs", 5), ("suffix", "x")])
-def test_what_completions_do_not_serve_yet(name: str, used: Any) -> None:
+def test_what_completions_do_not_serve() -> None:
     """The completion route's own."""
-    assert completion(**{name: None}) == completion()
-    assert refused(completion, **{name: used}).param == name
+    assert completion(suffix=None) == completion(suffix="") == completion()
+    assert refused(completion, suffix="x").param == "suffix"
+    assert refused(completion, top_logprobs=1).param == "top_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"), ({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 21}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"), ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"), ({"logprobs": "5"}, "logprobs"),
+    ],
+)  # fmt: skip
+def test_completions_that_contradict_themselves(fields: dict[str, Any], param: str) -> None:
+    """Fields that depend on each other."""
+    assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 1}, "logprobs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_chats_that_contradict_themselves(fields: dict[str, Any], param: str) -> None:
+    """Fields that depend on each other."""
+    assert refused(chat, **fields).param == param
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json_object", "")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+         Structure("json_schema", orjson.dumps(SCHEMA).decode())),
+        ({"structured_outputs": {"json": SCHEMA}}, Structure("json_schema", orjson.dumps(SCHEMA).decode())),
+        ({"structured_outputs": {"json": "{}"}}, Structure("json_schema", "{}")),
+        ({"structured_outputs": {"json_object": True}}, Structure("json_object", "")),
+        ({"structured_outputs": {"regex": "a+"}}, Structure("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Structure("choice", '["a","b"]')),
+        ({"structured_outputs": {"grammar": "start: x"}, "response_format": {"type": "text"}}, Structure("grammar", "start: x")),
+    ],
+)  # fmt: skip
+def test_structured_output(read: Any, fields: dict[str, Any], expected: Structure | None) -> None:
+    """Two ways to ask for it; the order of a schema's properties is kept."""
+    assert read(**fields).params().structure == expected
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"), ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"), ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs"), ({"structured_outputs": {"x": 1}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)  # fmt: skip
+def test_wrong_structured_output(read: Any, fields: dict[str, Any], param: str) -> None:
+    """Refused by name."""
+    assert (refused(read, **fields).param or "").split(".")[0] == param
 
 
 @READERS
@@ -142,8 +220,10 @@ def test_stream_options(read: Any) -> None:
     assert not read(stream=True, stream_options={}).include_usage
     assert not read(stream=True, stream_options={"include_usage": None, "continuous_usage_stats": False}).include_usage
     assert refused(read, stream_options={"include_usage": True}).param == "stream_options"
-    error = refused(read, stream=True, stream_options={"continuous_usage_stats": True})
-    assert error.param == "stream_options.continuous_usage_stats"
+    assert not read(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
+    assert read(stream=True, stream_options={"continuous_usage_stats": True, "include_usage": True}).continuous_usage
+    error = refused(read, stream=True, stream_options={"include_obfuscation": True})
+    assert error.param == "stream_options.include_obfuscation"
     assert refused(read, stream=True, stream_options={"include_usage": "yes"}).param == "stream_options.include_usage"
     assert refused(read, stream=True, stream_options={"x": 1}).param == "stream_options.x"
 
@@ -247,7 +327,8 @@ JSON = st.recursive(
 )
 NAMES = st.sampled_from(
     "model prompt messages max_tokens max_completion_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options "
-    "ignore_eos n logprobs tools response_format logit_bias user role content x".split()
+    "ignore_eos n logprobs tools response_format logit_bias user role content x best_of echo top_logprobs prompt_logprobs "
+    "structured_outputs bad_words allowed_token_ids min_tokens truncate_prompt_tokens cache_salt priority".split()
 )
 MESSAGES = st.lists(
     st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON, max_size=4), max_size=3

@@ -41,7 +41,7 @@ V = 320  # the toy's vocabulary
 def test_bad_completions(server: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
     """400 with the parameter's name, before a stream begins; the server goes on."""
     reply = post(server, "/v1/completions", {**COMPLETION, **fields}, stream=stream)
-    assert (reply.status, reply.error()["param"]) == (400, param)
+    assert (reply.status, reply.error()["param"].split("[")[0]) == (400, param)
     assert len(reply.data) < 1000
     assert post(server, "/v1/completions", COMPLETION, max_tokens=1).status == 200
 
