@@ -182,51 +182,50 @@ template <class E> inline void prefetch(const E* row, int dim) {
 
 // ------------------------------------------------------------------------------------------------ decode
 
-// scores[g][t] = q[g] . k[t] for G query heads of one key head: each key is loaded once for all of them.
+// scores[g][t] = q[g] . k[t] of four keys, for G query heads of one key head: each key is loaded once for all of them.
 template <int G, class E>
-void score(const float* q, int q_row, const E* const* keys, int64_t head, int count, int dim, float* scores,
-           const E* const* next, int64_t next_head, int num_next) {
+inline void score(const float* q, int q_row, const E* const* keys, int64_t head, int dim, float* scores) {
   const int whole = dim / W * W, rest = dim - whole;
-  for (int t = 0; t < count; t += 4) {
-    const E* k[4];
-    for (int j = 0; j < 4; ++j) k[j] = keys[t + j] + head;
-    for (int j = 0; j < 4 && t + j < num_next; ++j) prefetch(next[t + j] + next_head, dim);
-    vf sums[G][4] = {};
-    for (int d = 0; d < whole; d += W) {
-      vf part[4];
-      for (int j = 0; j < 4; ++j) part[j] = load(k[j] + d);
-      for (int g = 0; g < G; ++g) {
-        const vf query = load(q + g * q_row + d);
-        for (int j = 0; j < 4; ++j) sums[g][j] += query * part[j];
-      }
-    }
-    if (rest) {
-      for (int j = 0; j < 4; ++j) {
-        const vf part = load_part(k[j] + whole, rest);
-        for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * q_row + whole) * part;
-      }
-    }
+  const E* k[4];
+  for (int j = 0; j < 4; ++j) k[j] = keys[j] + head;
+  vf sums[G][4] = {};
+  for (int d = 0; d < whole; d += W) {
+    vf part[4];
+    for (int j = 0; j < 4; ++j) part[j] = load(k[j] + d);
     for (int g = 0; g < G; ++g) {
-      const v4 four = sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
-      std::memcpy(scores + g * KEYS + t, &four, sizeof four);
+      const vf query = load(q + g * q_row + d);
+      for (int j = 0; j < 4; ++j) sums[g][j] += query * part[j];
     }
+  }
+  if (rest) {
+    for (int j = 0; j < 4; ++j) {
+      const vf part = load_part(k[j] + whole, rest);
+      for (int g = 0; g < G; ++g) sums[g][j] += load(q + g * q_row + whole) * part;
+    }
+  }
+  for (int g = 0; g < G; ++g) {
+    const v4 four = sum4(sums[g][0], sums[g][1], sums[g][2], sums[g][3]);
+    std::memcpy(scores + g * KEYS, &four, sizeof four);
   }
 }
 
 // acc[g] = acc[g] * keep[g] + sum over t of weights[g][t] * v[t], for columns d .. d + C vectors.
-template <int G, int C, class E>
+template <int G, int C, bool PART, class E>
 inline void weigh_columns(float* acc, int acc_row, const float* keep, const float* weights, const E* const* values,
-                          int64_t head, int count, int d, int rest) {
+                          int64_t head, int count, int d, int rest, const E* const* next, int64_t next_head,
+                          int num_next) {
   vf sums[G][C];
   for (int g = 0; g < G; ++g)
     for (int c = 0; c < C; ++c) sums[g][c] = load(acc + g * acc_row + d + c * W) * keep[g];
   for (int t = 0; t < count; ++t) {
     const E* v = values[t] + head + d;
-    vf part[C];
-    for (int c = 0; c < C; ++c) part[c] = rest ? load_part(v, rest) : load(v + c * W);
-    for (int g = 0; g < G; ++g) {
-      const float weight = weights[g * KEYS + t];
-      for (int c = 0; c < C; ++c) sums[g][c] += part[c] * weight;
+    if (t < num_next)
+      for (int c = 0; c < C * W * int(sizeof(E)); c += 64) __builtin_prefetch(next[t] + next_head + d + c / int(sizeof(E)));
+    vf weight[G];
+    for (int g = 0; g < G; ++g) weight[g] = fill(weights[g * KEYS + t]);
+    for (int c = 0; c < C; ++c) {
+      const vf part = PART ? load_part(v, rest) : load(v + c * W);
+      for (int g = 0; g < G; ++g) sums[g][c] += part * weight[g];
     }
   }
   for (int g = 0; g < G; ++g)
@@ -236,12 +235,14 @@ inline void weigh_columns(float* acc, int acc_row, const float* keep, const floa
 template <int G, class E>
 void weigh(float* acc, int acc_row, const float* keep, const float* weights, const E* const* values, int64_t head,
            int count, int dim, const E* const* next, int64_t next_head, int num_next) {
-  for (int t = 0; t < num_next; ++t) prefetch(next[t] + next_head, dim);
+#define QUIRE_COLUMNS(C, PART, REST) \
+  weigh_columns<G, C, PART>(acc, acc_row, keep, weights, values, head, count, d, REST, next, next_head, num_next)
   const int whole = dim / W * W;
   int d = 0;
-  for (; d + 4 * W <= whole; d += 4 * W) weigh_columns<G, 4>(acc, acc_row, keep, weights, values, head, count, d, 0);
-  for (; d + W <= whole; d += W) weigh_columns<G, 1>(acc, acc_row, keep, weights, values, head, count, d, 0);
-  if (d < dim) weigh_columns<G, 1>(acc, acc_row, keep, weights, values, head, count, d, dim - d);
+  for (; d + 4 * W <= whole; d += 4 * W) QUIRE_COLUMNS(4, false, 0);
+  for (; d + W <= whole; d += W) QUIRE_COLUMNS(1, false, 0);
+  if (d < dim) QUIRE_COLUMNS(1, true, dim - d);
+#undef QUIRE_COLUMNS
 }
 
 // Scores [rows][ROW] of `count` keys become weights, by each row's largest score so far; `keep` rescales what was summed before.
@@ -304,15 +305,21 @@ template <class E> void decode_item(const Layer& c, const Item& item) {
     if (after) {
       rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, round_up(after, 4), next);
     }
-    for (int h = 0; h < num_heads; ++h) {
-      const int64_t k_head = (item.head_begin + h) * c.k_head, v_head = (item.head_begin + h) * c.v_head;
-      for (int g = 0; g < group;) {  // the values are fetched while the keys are multiplied
-        const int r = h * group + g, left = group - g, fetch = g ? 0 : count;
-#define QUIRE_SCORE(G) score<G>(q + r * wide, wide, keys, k_head, count, dim, scores + r * KEYS, values, v_head, fetch)
-        if (left >= 4 && left != 5 && left != 6) { QUIRE_SCORE(4); g += 4; }
-        else if (left >= 3) { QUIRE_SCORE(3); g += 3; }
-        else if (left == 2) { QUIRE_SCORE(2); g += 2; }
-        else { QUIRE_SCORE(1); g += 1; }
+    for (int t = 0; t < count; t += 4) {  // the values are fetched while the keys are multiplied
+      for (int j = t; j < std::min(t + 4, count); ++j) {
+        const E* row = values[j] + item.head_begin * c.v_head;
+        prefetch(row, num_heads * dim);
+      }
+      for (int h = 0; h < num_heads; ++h) {
+        const int64_t k_head = (item.head_begin + h) * c.k_head;
+        for (int g = 0; g < group;) {
+          const int r = h * group + g, left = group - g;
+#define QUIRE_SCORE(G) score<G>(q + r * wide, wide, keys + t, k_head, dim, scores + r * KEYS + t)
+          if (left >= 4 && left != 5 && left != 6) { QUIRE_SCORE(4); g += 4; }
+          else if (left >= 3) { QUIRE_SCORE(3); g += 3; }
+          else if (left == 2) { QUIRE_SCORE(2); g += 2; }
+          else { QUIRE_SCORE(1); g += 1; }
+        }
       }
     }
     soften<KEYS>(scores, rows, count, c.soft_cap, most, total, keep);
