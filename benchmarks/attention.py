@@ -19,6 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from core.hugepages import huge_empty
 from core.kernel import AttentionKernel, LayerInfo
 from core.types import Batch
 
@@ -127,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     sizes = list(dict.fromkeys([args.block_size, *args.block_sizes]))
     tokens = args.sequences * max(-(-args.context // size) * size for size in [*sizes, args.context])
-    memory = torch.full((tokens * args.layers * 2 * args.kv_heads * args.head_dim,), 0.01)
+    memory = huge_empty((tokens * args.layers * 2 * args.kv_heads * args.head_dim,), torch.float32).fill_(0.01)
     used = memory[: args.sequences * args.context * args.layers * 2 * args.kv_heads * args.head_dim]
     runs: dict[str, Callable[[], object]] = {"read": used.sum}
     runs["contiguous"] = attention_run(args, memory, args.kernel, args.context, False)

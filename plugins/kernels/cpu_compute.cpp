@@ -176,20 +176,40 @@ void rows_of(const E* cache, int64_t block, int64_t slot, const int32_t* table, 
   }
   for (int i = count; i < padded; ++i) rows[i] = rows[count - 1];
 }
-template <class E> inline void prefetch(const E* row, int dim) {
-  for (int d = 0; d < dim; d += int(64 / sizeof(E))) __builtin_prefetch(row + d);
-}
+
+// Hands out the heads of coming rows in memory order, to be fetched between the arithmetic: a burst of fetches would wait
+// for free line buffers, and a pattern in memory order lets the hardware's own prefetching run ahead.
+template <class E> struct Ahead {
+  const E* const* rows;
+  int64_t first, head;  // elements to the first key head, and from one to the next
+  int heads, count;
+  int row = 0, part = 0;
+  const E* take(const E* otherwise) {
+    if (row >= count) return otherwise;
+    const E* at = rows[row] + first + part * head;
+    if (++part == heads) part = 0, ++row;
+    return at;
+  }
+};
+template <class E> constexpr int PER_LINE = 64 / int(sizeof(E));  // elements in a cache line
+constexpr int FETCH = 2;  // into the second-level cache: measured 10 % faster than into the first, where buffers are few
 
 // ------------------------------------------------------------------------------------------------ decode
 
 // scores[g][t] = q[g] . k[t] of four keys, for G query heads of one key head: each key is loaded once for all of them.
 template <int G, class E>
-inline void score(const float* q, int q_row, const E* const* keys, int64_t head, int dim, float* scores) {
+inline void score(const float* q, int q_row, const E* const* keys, int64_t head, int dim, float* scores,
+                  Ahead<E>& ahead) {
   const int whole = dim / W * W, rest = dim - whole;
-  const E* k[4];
+  const E *k[4], *fetched[4];
   for (int j = 0; j < 4; ++j) k[j] = keys[j] + head;
-  vf sums[G][4] = {};
+  for (int j = 0; j < 4; ++j) fetched[j] = ahead.take(k[j]);
+  vf sums[G][4];
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < 4; ++j) sums[g][j] = vf{};
   for (int d = 0; d < whole; d += W) {
+    if (d % PER_LINE<E> == 0)
+      for (int j = 0; j < 4; ++j) __builtin_prefetch(fetched[j] + d, 0, FETCH);
     vf part[4];
     for (int j = 0; j < 4; ++j) part[j] = load(k[j] + d);
     for (int g = 0; g < G; ++g) {
@@ -212,15 +232,14 @@ inline void score(const float* q, int q_row, const E* const* keys, int64_t head,
 // acc[g] = acc[g] * keep[g] + sum over t of weights[g][t] * v[t], for columns d .. d + C vectors.
 template <int G, int C, bool PART, class E>
 inline void weigh_columns(float* acc, int acc_row, const float* keep, const float* weights, const E* const* values,
-                          int64_t head, int count, int d, int rest, const E* const* next, int64_t next_head,
-                          int num_next) {
+                          int64_t head, int count, int d, int rest, Ahead<E> ahead) {
   vf sums[G][C];
   for (int g = 0; g < G; ++g)
     for (int c = 0; c < C; ++c) sums[g][c] = load(acc + g * acc_row + d + c * W) * keep[g];
   for (int t = 0; t < count; ++t) {
     const E* v = values[t] + head + d;
-    if (t < num_next)
-      for (int c = 0; c < C * W * int(sizeof(E)); c += 64) __builtin_prefetch(next[t] + next_head + d + c / int(sizeof(E)));
+    const E* fetched = ahead.take(v - d) + d;
+    for (int e = 0; e < C * W; e += PER_LINE<E>) __builtin_prefetch(fetched + e, 0, FETCH);
     vf weight[G];
     for (int g = 0; g < G; ++g) weight[g] = fill(weights[g * KEYS + t]);
     for (int c = 0; c < C; ++c) {
@@ -234,9 +253,9 @@ inline void weigh_columns(float* acc, int acc_row, const float* keep, const floa
 
 template <int G, class E>
 void weigh(float* acc, int acc_row, const float* keep, const float* weights, const E* const* values, int64_t head,
-           int count, int dim, const E* const* next, int64_t next_head, int num_next) {
+           int count, int dim, const Ahead<E>& ahead) {
 #define QUIRE_COLUMNS(C, PART, REST) \
-  weigh_columns<G, C, PART>(acc, acc_row, keep, weights, values, head, count, d, REST, next, next_head, num_next)
+  weigh_columns<G, C, PART>(acc, acc_row, keep, weights, values, head, count, d, REST, ahead)
   const int whole = dim / W * W;
   int d = 0;
   for (; d + 4 * W <= whole; d += 4 * W) QUIRE_COLUMNS(4, false, 0);
@@ -305,34 +324,36 @@ template <class E> void decode_item(const Layer& c, const Item& item) {
     if (after) {
       rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, round_up(after, 4), next);
     }
-    for (int t = 0; t < count; t += 4) {  // the values are fetched while the keys are multiplied
-      for (int j = t; j < std::min(t + 4, count); ++j) {
-        const E* row = values[j] + item.head_begin * c.v_head;
-        prefetch(row, num_heads * dim);
-      }
+    // the values are fetched while the keys are multiplied, the next keys while the values are summed
+    const int64_t first_k = item.head_begin * c.k_head, first_v = item.head_begin * c.v_head;
+    Ahead<E> to_sum{values, first_v, c.v_head, num_heads, count}, none{values, 0, 0, 0, 0};
+    for (int t = 0; t < count; t += 4) {
       for (int h = 0; h < num_heads; ++h) {
-        const int64_t k_head = (item.head_begin + h) * c.k_head;
         for (int g = 0; g < group;) {
           const int r = h * group + g, left = group - g;
-#define QUIRE_SCORE(G) score<G>(q + r * wide, wide, keys + t, k_head, dim, scores + r * KEYS + t)
-          if (left >= 4 && left != 5 && left != 6) { QUIRE_SCORE(4); g += 4; }
-          else if (left >= 3) { QUIRE_SCORE(3); g += 3; }
-          else if (left == 2) { QUIRE_SCORE(2); g += 2; }
-          else { QUIRE_SCORE(1); g += 1; }
+          Ahead<E>& ahead = g ? none : to_sum;
+#define QUIRE_SCORE(G) \
+  score<G>(q + r * wide, wide, keys + t, first_k + h * c.k_head, dim, scores + r * KEYS + t, ahead), g += G
+          if (left >= 4 && left != 5 && left != 6) QUIRE_SCORE(4);
+          else if (left >= 3) QUIRE_SCORE(3);
+          else if (left == 2) QUIRE_SCORE(2);
+          else QUIRE_SCORE(1);
         }
       }
     }
     soften<KEYS>(scores, rows, count, c.soft_cap, most, total, keep);
     for (int h = 0; h < num_heads; ++h) {
-      const int64_t k_head = (item.head_begin + h) * c.k_head, v_head = (item.head_begin + h) * c.v_head;
-      for (int g = 0; g < group;) {  // the next keys are fetched while the values are summed
-        const int r = h * group + g, left = group - g, fetch = g ? 0 : after;
+      const int taken = h * count;
+      const Ahead<E> to_score{next, first_k, c.k_head, num_heads, after, taken / num_heads, taken % num_heads};
+      for (int g = 0; g < group;) {
+        const int r = h * group + g, left = group - g;
+        const Ahead<E>& ahead = g ? none : to_score;
 #define QUIRE_WEIGH(G) \
-  weigh<G>(acc + r * wide, wide, keep + r, scores + r * KEYS, values, v_head, count, dim, next, k_head, fetch)
-        if (left >= 4 && left != 5 && left != 6) { QUIRE_WEIGH(4); g += 4; }
-        else if (left >= 3) { QUIRE_WEIGH(3); g += 3; }
-        else if (left == 2) { QUIRE_WEIGH(2); g += 2; }
-        else { QUIRE_WEIGH(1); g += 1; }
+  weigh<G>(acc + r * wide, wide, keep + r, scores + r * KEYS, values, first_v + h * c.v_head, count, dim, ahead), g += G
+        if (left >= 4 && left != 5 && left != 6) QUIRE_WEIGH(4);
+        else if (left >= 3) QUIRE_WEIGH(3);
+        else if (left == 2) QUIRE_WEIGH(2);
+        else QUIRE_WEIGH(1);
       }
     }
   }
