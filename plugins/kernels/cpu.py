@@ -78,6 +78,7 @@ class CpuKernel:
     """Provides ``CpuAttention`` for float32 models on a CPU, with a float32 or bfloat16 cache."""
 
     _kernel: CpuAttention | None = attrs.field(default=None, init=False)
+    _reason: str = attrs.field(default="", init=False)  # why there is no kernel: found out once
 
     @hookimpl
     def select_kernel(self, case: AttentionCase) -> CpuAttention | Refusal:
@@ -90,9 +91,9 @@ class CpuKernel:
             )
         if not 1 <= case.head_dim <= MAX_HEAD_DIM:
             return Refusal(f"cpu takes head_dim 1 to {MAX_HEAD_DIM}, not {case.head_dim}")
-        if self._kernel is None:
+        if self._kernel is None and not self._reason:
             try:
                 self._kernel = CpuAttention(cpu_build.load())
             except cpu_build.Unavailable as error:
-                return Refusal(f"cpu is not available: {error}")
-        return self._kernel
+                self._reason = f"cpu is not available: {error}"
+        return self._kernel or Refusal(self._reason)

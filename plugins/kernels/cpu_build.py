@@ -2,7 +2,7 @@
 
 ``cpu_compute.cpp`` is compiled once for each instruction set, ``cpu_ops.cpp`` against torch's headers; together they are
 one shared library, and which instructions run is chosen when it is loaded. The library's name holds a digest of the
-sources, the torch version, the flags and the compiler. It is put in place with one rename, so that processes that build
+sources, the torch version, the flags and the compiler (``QUIRE_KERNELS`` names another folder). It is put in place with one rename, so that processes that build
 at the same time do no harm to each other, and a process that finds it needs no compiler.
 """
 
@@ -58,13 +58,19 @@ def load() -> str:
         raise Unavailable(f"QUIRE_CPU_INSTRUCTIONS={wanted}: allowed are {', '.join(INSTRUCTIONS)}")
     if platform.system() != "Linux":
         raise Unavailable(f"its C++ is built on Linux only, this is {platform.system()}")
-    library, built_s = find_or_build(cache_dir() / "kernels")
+    library, built_s = find_or_build(kernels_dir())
     try:
         torch.ops.load_library(str(library))
         chosen = torch.ops.quire_cpu.use_instructions(wanted)
     except (OSError, RuntimeError, AttributeError) as error:
         raise Unavailable(f"{library.name} cannot be used: {_first_line(error)}") from error
     return f"{chosen} instructions" + (f", built in {built_s:.0f} s" if built_s else "")
+
+
+def kernels_dir() -> Path:
+    """``$QUIRE_KERNELS``, else ``kernels`` in the cache folder."""
+    own = os.environ.get("QUIRE_KERNELS")
+    return Path(own).expanduser().absolute() if own else cache_dir() / "kernels"
 
 
 def variants() -> dict[str, list[str]]:
