@@ -1,4 +1,4 @@
-"""``kernel=cpu``: attention on a CPU that reads the blocks where they lie. Our own C++ (``cpu_compute.cpp``).
+"""``kernel=cpu``: attention on a CPU that reads the blocks where they lie. Our own C++ (``cpu_attention.cpp``).
 
 Decode loads each key and value once for all query heads that share it and never gathers. A sequence is cut into pieces
 of about 256 keys, which threads take one by one and whose results are merged (the split of Flash-Decoding, Dao et al.

@@ -1,6 +1,6 @@
 """Builds and loads the operators ``torch.ops.quire_cpu``: once a machine and torch version, kept in the cache folder.
 
-``cpu_compute.cpp`` is compiled once for each instruction set, ``cpu_ops.cpp`` against torch's headers; together they are
+``cpu_attention.cpp`` and ``cpu_layers.cpp`` are compiled once for each instruction set, ``cpu_ops.cpp`` against torch's headers; together they are
 one shared library, and which instructions run is chosen when it is loaded. The library's name holds a digest of the
 sources, the torch version, the flags and the compiler (``QUIRE_KERNELS`` names another folder). It is put in place with one rename, so that processes that build
 at the same time do no harm to each other, and a process that finds it needs no compiler.
@@ -27,7 +27,8 @@ from core.fetch import cache_dir
 
 LOG = logging.getLogger(__name__)
 HERE = Path(__file__).resolve().parent
-SOURCES = ("cpu_ops.h", "cpu_ops.cpp", "cpu_compute.cpp")
+HEADERS = ("cpu_ops.h", "cpu_vector.h")
+ARITHMETIC = ("cpu_attention", "cpu_layers")
 COMPILERS = ("c++", "g++", "clang++")
 INSTRUCTIONS = ("auto", "avx512", "avx2", "generic")
 FLAGS = ["-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-w"]
@@ -83,7 +84,7 @@ def variants() -> dict[str, list[str]]:
 def find_or_build(folder: Path) -> tuple[Path, float]:
     """The library in ``folder``, and the seconds it took to build it (0.0: it was there). Raises ``Unavailable``."""
     digest = hashlib.sha256()
-    for name in SOURCES:
+    for name in (*HEADERS, "cpu_ops.cpp", *(f"{name}.cpp" for name in ARITHMETIC)):
         digest.update((HERE / name).read_bytes())
     digest.update(repr([torch.__version__, platform.machine(), FLAGS, COMPUTE_FLAGS, variants()]).encode())
     stem = f"quire_cpu-{digest.hexdigest()[:16]}"
@@ -129,8 +130,9 @@ def _build(compiler: str, work: Path) -> Path:
     openmp = "-fopenmp"  # for at::parallel_for; torch has loaded the library of this name already, and that one is used
     jobs = [["-std=c++20", "-O2", openmp, abi, *includes, "-c", str(HERE / "cpu_ops.cpp"), "-o", str(work / "ops.o")]]
     for name, flags in variants().items():
-        output = ["-c", str(HERE / "cpu_compute.cpp"), "-o", str(work / f"{name}.o")]
-        jobs.append([*COMPUTE_FLAGS, *flags, f"-DQUIRE_ISA={name}", *output])
+        for source in ARITHMETIC:
+            output = ["-c", str(HERE / f"{source}.cpp"), "-o", str(work / f"{source}-{name}.o")]
+            jobs.append([*COMPUTE_FLAGS, *flags, f"-DQUIRE_ISA={name}", *output])
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda job: _run([compiler, *FLAGS, *job]), jobs))
     made = work / "library.so"

@@ -1,5 +1,5 @@
 // The torch operators `quire_cpu::*`: argument checks, the work list of a step, and the threads. Arithmetic is in
-// cpu_compute.cpp; which build of it runs is chosen once, by what this processor has.
+// cpu_attention.cpp and cpu_layers.cpp; which build of it runs is chosen once, by what this processor has.
 
 #include "cpu_ops.h"
 
@@ -17,7 +17,8 @@
 namespace quire {
 namespace {
 
-const Functions* chosen = &functions_generic();
+const AttentionFunctions* chosen = &attention_generic();
+const LayerFunctions* layers = &layers_generic();
 
 constexpr int64_t PART_KEYS = 256;      // keys in one decode item, about; a longer sequence is cut into equal parts
 constexpr int64_t PREFILL_ROWS = 128;   // query rows (tokens x heads of a group) in one prefill item
@@ -30,17 +31,17 @@ std::string use_instructions(const std::string& name) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && (name == "auto" || name == "avx512")) return chosen = &functions_avx512(), "avx512";
-  if (avx2 && (name == "auto" || name == "avx2")) return chosen = &functions_avx2(), "avx2";
+  if (avx512 && (name == "auto" || name == "avx512")) return chosen = &attention_avx512(), layers = &layers_avx512(), "avx512";
+  if (avx2 && (name == "auto" || name == "avx2")) return chosen = &attention_avx2(), layers = &layers_avx2(), "avx2";
 #endif
   TORCH_CHECK(name == "auto" || name == "generic", "this processor or this build does not run ", name);
-  chosen = &functions_generic();
+  chosen = &attention_generic(), layers = &layers_generic();
   return "generic";
 }
 
-const Functions& fitting(int64_t dim) {
+const AttentionFunctions& fitting(int64_t dim) {
 #if defined(__x86_64__)
-  if (chosen->lanes == 16 && dim % 16) return functions_avx2();
+  if (chosen->lanes == 16 && dim % 16) return attention_avx2();
 #endif
   return *chosen;
 }
@@ -151,7 +152,7 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   layer.block_size = int(k_cache.size(1)), layer.heads = int(q.size(1)), layer.kv_heads = int(kv_heads);
   layer.dim = int(dim), layer.window = int(window), layer.scale = float(scale), layer.soft_cap = float(soft_cap);
   layer.half = half;
-  const Functions& run = fitting(dim);
+  const AttentionFunctions& run = fitting(dim);
 
   const Store written = {k.const_data_ptr<float>(), v.const_data_ptr<float>(), k.stride(0),  k.stride(1),
                          v.stride(0),               v.stride(1),               slots.const_data_ptr<int32_t>()};
@@ -203,8 +204,42 @@ void norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const 
   auto* to = out.mutable_data_ptr<float>();
   const int64_t x_row = x.stride(0);
   share_rows(rows, width, [&](int64_t a, int64_t b) {
-    chosen->norm(from + a * x_row, x_row, sums ? sums + a * width : nullptr, scale, float(eps), to + a * width, b - a,
+    layers->norm(from + a * x_row, x_row, sums ? sums + a * width : nullptr, scale, float(eps), to + a * width, b - a,
                  width);
+  });
+}
+
+// Panels of a linear layer's weight [N, K], for the instructions chosen now: to out [ceil(N / panel_width()), K, panel_width()].
+int64_t panel_width() { return layers->panel; }
+
+void pack(const at::Tensor& weight, const at::Tensor& out) {
+  check_float(weight, 2, "weight"), check_float(out, 3, "out");
+  const int64_t n = weight.size(0), k = weight.size(1), panel = layers->panel;
+  TORCH_CHECK(out.size(0) == (n + panel - 1) / panel && out.size(1) == k && out.size(2) == panel && out.is_contiguous(),
+              "pack: out must be contiguous [ceil(N / ", panel, "), K, ", panel, "]");
+  const auto* from = weight.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t row = weight.stride(0);
+  share(out.size(0), n * k, [&](int64_t i) {
+    layers->pack(from + i * panel * row, row, to + i * panel * k, std::min(panel, n - i * panel), k);
+  });
+}
+
+// out [T, N] (+)= x [T, K] * panels + bias
+void linear(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
+            const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(panels, 3, "panels"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), panel = layers->panel;
+  TORCH_CHECK(panels.size(1) == k && panels.size(2) == panel && panels.size(0) == (n + panel - 1) / panel &&
+                  out.size(0) == rows && panels.is_contiguous() && (!bias || bias->size(0) == n),
+              "linear: x, panels, bias and out do not fit together");
+  const auto *from = x.const_data_ptr<float>(), *weight = panels.const_data_ptr<float>();
+  const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t x_row = x.stride(0), out_row = out.stride(0);
+  share(panels.size(0), n * k, [&](int64_t i) {
+    layers->linear(from, x_row, rows, weight + i * k * panel, k, extra ? extra + i * panel : nullptr, add,
+                   to + i * panel, out_row, std::min(panel, n - i * panel));
   });
 }
 
@@ -217,7 +252,7 @@ void silu_mul(const at::Tensor& x, const at::Tensor& out) {
   const auto* from = x.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
   share_rows(rows, width * 4, [&](int64_t a, int64_t b) {
-    chosen->silu_mul(from + a * 2 * width, to + a * width, b - a, width);
+    layers->silu_mul(from + a * 2 * width, to + a * width, b - a, width);
   });
 }
 
@@ -231,7 +266,7 @@ void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, i
   auto* at = x.mutable_data_ptr<float>();
   const auto *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
   share_rows(rows, heads * dim, [&](int64_t a, int64_t b) {
-    chosen->rotate(at + a * x_row, x_row, c + a * dim, s + a * dim, b - a, heads, dim);
+    layers->rotate(at + a * x_row, x_row, c + a * dim, s + a * dim, b - a, heads, dim);
   });
 }
 
@@ -244,7 +279,7 @@ std::tuple<at::Tensor, at::Tensor> largest(const at::Tensor& x) {
   const auto* from = x.const_data_ptr<float>();
   auto* value = values.mutable_data_ptr<float>();
   auto* id = ids.mutable_data_ptr<int64_t>();
-  share(rows, rows * width, [&](int64_t i) { chosen->largest(from + i * width, id + i, value + i, 1, width); });
+  share(rows, rows * width, [&](int64_t i) { layers->largest(from + i * width, id + i, value + i, 1, width); });
   return {values, ids};
 }
 
@@ -258,6 +293,9 @@ TORCH_LIBRARY(quire_cpu, m) {
       "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor items, Tensor slots, "
       "Tensor query_start, Tensor kv_lens, Tensor tables, Tensor(c!) partials, float scale, int window, float soft_cap, "
       "Tensor(d!) out) -> ()");
+  m.def("panel_width() -> int", &quire::panel_width);
+  m.def("pack(Tensor weight, Tensor(a!) out) -> ()");
+  m.def("linear(Tensor x, Tensor panels, Tensor? bias, bool add, Tensor(a!) out) -> ()");
   m.def("norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
   m.def("silu_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
@@ -267,6 +305,8 @@ TORCH_LIBRARY(quire_cpu, m) {
 TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
   m.impl("plan", &quire::plan);
   m.impl("attend", &quire::attend);
+  m.impl("pack", &quire::pack);
+  m.impl("linear", &quire::linear);
   m.impl("norm", &quire::norm);
   m.impl("silu_mul", &quire::silu_mul);
   m.impl("rotate", &quire::rotate);

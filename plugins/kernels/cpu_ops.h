@@ -1,5 +1,5 @@
-// What the two kinds of translation unit share: cpu_ops.cpp (torch operators, built once) and cpu_compute.cpp (arithmetic
-// without torch, built once for each instruction set and chosen at run time).
+// What the two kinds of translation unit share: cpu_ops.cpp (torch operators, built once) and cpu_attention.cpp and
+// cpu_layers.cpp (arithmetic without torch, built once for each instruction set and chosen at run time).
 #pragma once
 
 #include <cstdint>
@@ -43,13 +43,22 @@ struct Store {
   const int32_t* slots;
 };
 
-struct Functions {
+struct AttentionFunctions {
   int lanes;  // floats in a vector
   void (*store)(const Layer&, const Store&, int64_t begin, int64_t end);
   void (*decode)(const Layer&, const Item&);
   void (*prefill)(const Layer&, const Item&);
   void (*merge)(const Layer&, const Item&);
-  // x += residual (both [rows, width], x may be null); out = x / rms(x) * weight
+};
+
+struct LayerFunctions {
+  int panel;  // columns of a panel of packed weights
+  // weight [n, k] to panels [ceil(n / panel), k, panel], with zeros behind column n
+  void (*pack)(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k);
+  // out [rows, columns] (+)= x [rows, k] * one panel + bias
+  void (*linear)(const float* x, int64_t x_row, int64_t rows, const float* panel, int64_t k, const float* bias, bool add,
+                 float* out, int64_t out_row, int64_t columns);
+  // where a residual is given, residual += x [rows, width] and the sum is taken for x; out = x / rms(x) * weight
   void (*norm)(const float* x, int64_t x_row, float* residual, const float* weight, float eps, float* out, int64_t rows,
                int64_t width);
   // out = silu(gate) * up, for x [rows, 2 * width] = (gate, up)
@@ -60,10 +69,13 @@ struct Functions {
   void (*largest)(const float* x, int64_t* index, float* value, int64_t rows, int64_t width);
 };
 
-const Functions& functions_generic();
+#define QUIRE_DECLARE(ISA)                    \
+  const AttentionFunctions& attention_##ISA(); \
+  const LayerFunctions& layers_##ISA();
+QUIRE_DECLARE(generic)
 #if defined(__x86_64__)
-const Functions& functions_avx2();
-const Functions& functions_avx512();
+QUIRE_DECLARE(avx2)
+QUIRE_DECLARE(avx512)
 #endif
 
 }  // namespace quire
