@@ -19,6 +19,7 @@ from pathlib import Path
 import attrs
 import torch
 
+from core.hugepages import ask_for_huge_pages
 from core.kernel import Layout
 from core.types import CacheConfig, ConfigError, Move, MoveKind
 
@@ -146,7 +147,8 @@ def _allocate(
     for size in shape:
         num_bytes *= size
     try:
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned and num_bytes > 0)
+        pool = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned and num_bytes > 0)
+        return pool if pinned else ask_for_huge_pages(pool)
     except RuntimeError as error:  # torch's out-of-memory errors are of this kind on every device
         raise ConfigError(f"{what} need {num_bytes / 1e9:.2f} GB on {device}, which cannot be had: {error}") from error
 

@@ -68,6 +68,7 @@ class EngineHooks:
     def __init__(self, chosen: Sequence[Chosen], observer_errors: str = "raise"):
         self.chosen = tuple(chosen)
         self.disabled: list[str] = []
+        self.passed_over: dict[str, None] = {}  # why a kernel that was asked first did not serve a case; in order, once each
         self._observer_errors = observer_errors
         self._closed = False
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -163,6 +164,7 @@ class EngineHooks:
             if given is None:
                 raise PolicyError(f"{one} select_kernel: it must give a kernel or a Refusal, it gave None")
             if not isinstance(given, Refusal):
+                self.passed_over.update(dict.fromkeys(reasons))
                 return given
             reasons.append(f"{one}: {given.reason}")
         raise ConfigError(f"no kernel for {case}: " + ("; ".join(reasons) or "no kernel plugin was chosen"))

@@ -161,7 +161,8 @@ class TorchExecutor:
             num_layers=len(loaded.layers), num_kv_heads=first.num_kv_heads, head_dim=first.head_dim, dtype=storage
         )
         connect(model, self._router)
-        kernels = [f"kernel: {name} for {case}" for case, name in self._cases.items()]
+        kernels = [f"kernel: passed over {reason}" for reason in getattr(hooks, "passed_over", ())]
+        kernels += [f"kernel: {name} for {case}" for case, name in self._cases.items()]
         return [self._linears, *kernels, f"KV layout: {self._layout} {LAYOUTS[self._layout]}"]
 
     def _case(self, phase: Phase, layer: LayerInfo, kv_dtype: str, block_size: int) -> AttentionCase:

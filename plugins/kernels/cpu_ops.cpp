@@ -1,0 +1,314 @@
+// The torch operators `quire_cpu::*`: argument checks, the work list of a step, and the threads. Arithmetic is in
+// cpu_attention.cpp and cpu_layers.cpp; which build of it runs is chosen once, by what this processor has.
+
+#include "cpu_ops.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace quire {
+namespace {
+
+const AttentionFunctions* chosen = &attention_generic();
+const LayerFunctions* layers = &layers_generic();
+
+constexpr int64_t PART_KEYS = 256;      // keys in one decode item, about; a longer sequence is cut into equal parts
+constexpr int64_t PREFILL_ROWS = 128;   // query rows (tokens x heads of a group) in one prefill item
+constexpr int64_t WORTH_THREADS = 16384;  // floats touched below which waking threads costs more than it saves
+
+// "auto" takes the widest that this processor runs; gives the name taken. Head sizes that do not fill a vector take the next.
+std::string use_instructions(const std::string& name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  if (avx512 && (name == "auto" || name == "avx512")) return chosen = &attention_avx512(), layers = &layers_avx512(), "avx512";
+  if (avx2 && (name == "auto" || name == "avx2")) return chosen = &attention_avx2(), layers = &layers_avx2(), "avx2";
+#endif
+  TORCH_CHECK(name == "auto" || name == "generic", "this processor or this build does not run ", name);
+  chosen = &attention_generic(), layers = &layers_generic();
+  return "generic";
+}
+
+const AttentionFunctions& fitting(int64_t dim) {
+#if defined(__x86_64__)
+  if (chosen->lanes == 16 && dim % 16) return attention_avx2();
+#endif
+  return *chosen;
+}
+
+// Runs work(i) for i in [0, count) on all threads, each taking the next one when it is free: a thread that lost its core
+// for a while does less, and nobody waits for a share that was dealt out in advance.
+template <class Work> void share(int64_t count, int64_t floats, const Work& work) {
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
+  if (threads <= 1 || floats < WORTH_THREADS) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+  });
+}
+
+void check_index(const at::Tensor& x, int64_t dims, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kInt && x.dim() == dims && (x.size(-1) < 2 || x.stride(-1) == 1), name,
+              " must be int32 with ", dims, " dimensions, the last of stride 1");
+}
+void check_float(const at::Tensor& x, int64_t dims, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == dims && x.stride(-1) == 1, name, " must be float32 with ",
+              dims, " dimensions, the last of stride 1");
+}
+
+// ------------------------------------------------------------------------------------------------ attention
+
+// The pieces of a step, costliest first, for all layers with this window: int32 [items, kItemFields] (cpu_ops.h). How a
+// sequence is cut depends on its own lengths only, so that its sums do not depend on who shares the batch.
+at::Tensor plan(const at::Tensor& query_start, const at::Tensor& kv_lens, int64_t heads, int64_t kv_heads,
+                int64_t window) {
+  check_index(query_start, 1, "query_start");
+  check_index(kv_lens, 1, "kv_lens");
+  const auto* starts = query_start.const_data_ptr<int32_t>();
+  const auto* lens = kv_lens.const_data_ptr<int32_t>();
+  const int64_t group = heads / kv_heads, enough = 2 * at::get_num_threads();
+  std::vector<std::pair<int64_t, Item>> items;
+  int32_t parts = 0;
+  int64_t decode_items = 0;
+  const auto cuts = [&](int64_t keys) { return std::max<int64_t>(1, (keys + PART_KEYS - 1) / PART_KEYS); };
+  const auto visible = [&](int64_t i) -> int64_t { return window ? std::min<int64_t>(window, lens[i]) : lens[i]; };
+  for (int64_t i = 0; i < kv_lens.size(0); ++i)
+    if (starts[i + 1] - starts[i] == 1 && lens[i] > 0) decode_items += cuts(visible(i));
+  const bool by_head = decode_items && decode_items < enough && kv_heads > 1;
+  for (int64_t i = 0; i < kv_lens.size(0); ++i) {
+    const int32_t begin = starts[i], end = starts[i + 1], length = lens[i], seq = int32_t(i);
+    if (end == begin || length == 0) continue;
+    if (end - begin > 1) {
+      const int32_t tokens = int32_t(std::max<int64_t>(1, PREFILL_ROWS / group));
+      for (int32_t from = begin; from < end; from += tokens) {
+        const int32_t to = std::min(from + tokens, end);
+        const int64_t keys = window ? std::min<int64_t>(length, window + to - from) : length - (end - to);
+        for (int32_t h = 0; h < kv_heads; ++h)
+          items.push_back({(to - from) * group * keys, {seq, from, to, 0, length, h, h + 1, -1, 0, 1}});
+      }
+      continue;
+    }
+    const int64_t keys = visible(i), num = cuts(keys), first = length - keys;
+    const int64_t each = ((keys + num - 1) / num + 15) / 16 * 16, count = (keys + each - 1) / each;
+    const int32_t step = by_head && keys * kv_heads > 64 ? 1 : int32_t(kv_heads);
+    for (int32_t h = 0; h < kv_heads; h += step) {
+      const int32_t first_part = parts;
+      for (int64_t n = 0; n < count; ++n) {
+        const int32_t part = count > 1 ? parts++ : -1;
+        const int64_t from = first + n * each, to = std::min<int64_t>(from + each, length);
+        items.push_back({(to - from) * step * group * 4,
+                         {seq, begin, end, int32_t(from), int32_t(to), h, h + step, part, first_part, int32_t(count)}});
+      }
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  at::Tensor out = at::empty({int64_t(items.size()), kItemFields}, query_start.options());
+  auto* to = reinterpret_cast<Item*>(out.mutable_data_ptr<int32_t>());
+  for (const auto& item : items) *to++ = item.second;
+  return out;
+}
+
+std::unique_ptr<std::atomic<int>[]> waiting;  // of each output in parts, by its first part: parts that are not done yet
+int64_t num_waiting = 0;
+
+void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cache,
+            const at::Tensor& v_cache, const at::Tensor& items, const at::Tensor& slots, const at::Tensor& query_start,
+            const at::Tensor& kv_lens, const at::Tensor& tables, const at::Tensor& partials, double scale,
+            int64_t window, double soft_cap, const at::Tensor& out) {
+  check_float(q, 3, "q"), check_float(k, 3, "k"), check_float(v, 3, "v"), check_float(partials, 1, "partials");
+  check_index(items, 2, "items"), check_index(tables, 2, "tables"), check_index(slots, 1, "slots");
+  check_float(out, 3, "out");
+  const bool half = k_cache.scalar_type() == at::kBFloat16;
+  TORCH_CHECK((half || k_cache.scalar_type() == at::kFloat) && v_cache.scalar_type() == k_cache.scalar_type() &&
+                  k_cache.dim() == 4 && k_cache.stride(3) == 1 && v_cache.stride(3) == 1,
+              "the cache must be float32 or bfloat16 [N, S, H_kv, D], D of stride 1");
+  TORCH_CHECK(out.sizes() == q.sizes() && out.is_contiguous(), "out must be contiguous and of q's shape");
+  const int64_t tokens = q.size(0), dim = q.size(2), kv_heads = k.size(1);
+  TORCH_CHECK(k.sizes() == v.sizes() && k.size(0) == tokens && slots.size(0) == tokens && k.size(2) == dim &&
+                  k_cache.size(2) == kv_heads && k_cache.size(3) == dim && q.size(1) % kv_heads == 0,
+              "q, k, v, slots and the cache do not fit together");
+  Layer layer;
+  layer.q = q.const_data_ptr<float>(), layer.q_token = q.stride(0), layer.q_head = q.stride(1);
+  layer.out = out.mutable_data_ptr<float>();
+  layer.k_cache = k_cache.data_ptr(), layer.v_cache = v_cache.data_ptr();
+  layer.k_block = k_cache.stride(0), layer.k_slot = k_cache.stride(1), layer.k_head = k_cache.stride(2);
+  layer.v_block = v_cache.stride(0), layer.v_slot = v_cache.stride(1), layer.v_head = v_cache.stride(2);
+  layer.tables = tables.const_data_ptr<int32_t>(), layer.table_stride = tables.stride(0);
+  layer.query_start = query_start.const_data_ptr<int32_t>(), layer.kv_lens = kv_lens.const_data_ptr<int32_t>();
+  layer.partials = partials.mutable_data_ptr<float>();
+  layer.block_size = int(k_cache.size(1)), layer.heads = int(q.size(1)), layer.kv_heads = int(kv_heads);
+  layer.dim = int(dim), layer.window = int(window), layer.scale = float(scale), layer.soft_cap = float(soft_cap);
+  layer.half = half;
+  const AttentionFunctions& run = fitting(dim);
+
+  const Store written = {k.const_data_ptr<float>(), v.const_data_ptr<float>(), k.stride(0),  k.stride(1),
+                         v.stride(0),               v.stride(1),               slots.const_data_ptr<int32_t>()};
+  const int64_t pieces = (tokens + 31) / 32;
+  share(pieces, tokens * kv_heads * dim, [&](int64_t i) {
+    run.store(layer, written, i * 32, std::min(tokens, i * 32 + 32));
+  });
+
+  const auto* item = reinterpret_cast<const Item*>(items.const_data_ptr<int32_t>());
+  const int64_t count = items.size(0);
+  int64_t floats = 0, parts = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    floats += int64_t(item[i].key_end - item[i].key_begin) * (item[i].head_end - item[i].head_begin) * dim;
+    parts = std::max<int64_t>(parts, item[i].part + 1);
+  }
+  TORCH_CHECK(partials.size(0) >= parts * layer.heads * (dim + 2), "partials are too small");
+  if (parts > num_waiting) waiting.reset(new std::atomic<int>[num_waiting = parts]);
+  for (int64_t i = 0; i < count; ++i)
+    if (item[i].part >= 0) waiting[item[i].first_part].store(item[i].num_parts, std::memory_order_relaxed);
+  share(count, floats, [&](int64_t i) {
+    const Item& one = item[i];
+    if (one.query_end - one.query_begin > 1) return run.prefill(layer, one);
+    if (layer.query_start[one.sequence + 1] - layer.query_start[one.sequence] > 1) return run.prefill(layer, one);
+    run.decode(layer, one);
+    if (one.part >= 0 && waiting[one.first_part].fetch_sub(1, std::memory_order_acq_rel) == 1) run.merge(layer, one);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------ small operations
+
+template <class Work> void share_rows(int64_t rows, int64_t width, const Work& work) {
+  const int64_t each = std::max<int64_t>(1, WORTH_THREADS / std::max<int64_t>(1, width));
+  const int64_t pieces = (rows + each - 1) / each;
+  share(pieces, rows * width, [&](int64_t i) { work(i * each, std::min(rows, i * each + each)); });
+}
+
+// out = x / rms(x) * weight, after residual += x where a residual is given; x may have padded rows.
+void norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight, double eps,
+          const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(out, 2, "out"), check_float(weight, 1, "weight");
+  const int64_t rows = x.size(0), width = x.size(1);
+  TORCH_CHECK(out.sizes() == x.sizes() && out.is_contiguous() && weight.size(0) == width, "norm: shapes differ");
+  TORCH_CHECK(!residual || (residual->sizes() == x.sizes() && residual->is_contiguous() &&
+                            residual->scalar_type() == at::kFloat),
+              "norm: the residual must be contiguous float32 of x's shape");
+  float* sums = residual ? residual->mutable_data_ptr<float>() : nullptr;
+  const auto* from = x.const_data_ptr<float>();
+  const auto* scale = weight.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t x_row = x.stride(0);
+  share_rows(rows, width, [&](int64_t a, int64_t b) {
+    layers->norm(from + a * x_row, x_row, sums ? sums + a * width : nullptr, scale, float(eps), to + a * width, b - a,
+                 width);
+  });
+}
+
+// Panels of a linear layer's weight [N, K], for the instructions chosen now: to out [ceil(N / panel_width()), K, panel_width()].
+int64_t panel_width() { return layers->panel; }
+
+void pack(const at::Tensor& weight, const at::Tensor& out) {
+  check_float(weight, 2, "weight"), check_float(out, 3, "out");
+  const int64_t n = weight.size(0), k = weight.size(1), panel = layers->panel;
+  TORCH_CHECK(out.size(0) == (n + panel - 1) / panel && out.size(1) == k && out.size(2) == panel && out.is_contiguous(),
+              "pack: out must be contiguous [ceil(N / ", panel, "), K, ", panel, "]");
+  const auto* from = weight.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t row = weight.stride(0);
+  share(out.size(0), n * k, [&](int64_t i) {
+    layers->pack(from + i * panel * row, row, to + i * panel * k, std::min(panel, n - i * panel), k);
+  });
+}
+
+// out [T, N] (+)= x [T, K] * panels + bias
+void linear(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
+            const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(panels, 3, "panels"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), panel = layers->panel;
+  TORCH_CHECK(panels.size(1) == k && panels.size(2) == panel && panels.size(0) == (n + panel - 1) / panel &&
+                  out.size(0) == rows && panels.is_contiguous() && (!bias || bias->size(0) == n),
+              "linear: x, panels, bias and out do not fit together");
+  const auto *from = x.const_data_ptr<float>(), *weight = panels.const_data_ptr<float>();
+  const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t x_row = x.stride(0), out_row = out.stride(0);
+  share(panels.size(0), n * k, [&](int64_t i) {
+    layers->linear(from, x_row, rows, weight + i * k * panel, k, extra ? extra + i * panel : nullptr, add,
+                   to + i * panel, out_row, std::min(panel, n - i * panel));
+  });
+}
+
+// out [T, F] = silu(x[:, :F]) * x[:, F:]
+void silu_mul(const at::Tensor& x, const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), width = out.size(1);
+  TORCH_CHECK(x.size(1) == 2 * width && out.size(0) == rows && x.is_contiguous() && out.is_contiguous(),
+              "silu_mul: x must be [T, 2 F] for out [T, F], both contiguous");
+  const auto* from = x.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  share_rows(rows, width * 4, [&](int64_t a, int64_t b) {
+    layers->silu_mul(from + a * 2 * width, to + a * width, b - a, width);
+  });
+}
+
+// Rotates the first `heads` heads of x [T, >= heads * D] in place by cos, sin [T, D].
+void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads) {
+  check_float(x, 2, "x"), check_float(cos, 2, "cos"), check_float(sin, 2, "sin");
+  const int64_t rows = x.size(0), dim = cos.size(1), x_row = x.stride(0);
+  TORCH_CHECK(cos.sizes() == sin.sizes() && cos.is_contiguous() && sin.is_contiguous() && cos.size(0) == rows &&
+                  heads * dim <= x.size(1) && dim % 2 == 0,
+              "rotate: cos and sin must be contiguous [T, D], x at least heads * D wide");
+  auto* at = x.mutable_data_ptr<float>();
+  const auto *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+  share_rows(rows, heads * dim, [&](int64_t a, int64_t b) {
+    layers->rotate(at + a * x_row, x_row, c + a * dim, s + a * dim, b - a, heads, dim);
+  });
+}
+
+// (values [R], ids [R]) of the first of the largest of each row; a row with a NaN gives NaN.
+std::tuple<at::Tensor, at::Tensor> largest(const at::Tensor& x) {
+  check_float(x, 2, "x");
+  TORCH_CHECK(x.is_contiguous() && x.size(1) > 0, "largest: x must be contiguous and not empty");
+  const int64_t rows = x.size(0), width = x.size(1);
+  at::Tensor values = at::empty({rows}, x.options()), ids = at::empty({rows}, x.options().dtype(at::kLong));
+  const auto* from = x.const_data_ptr<float>();
+  auto* value = values.mutable_data_ptr<float>();
+  auto* id = ids.mutable_data_ptr<int64_t>();
+  share(rows, rows * width, [&](int64_t i) { layers->largest(from + i * width, id + i, value + i, 1, width); });
+  return {values, ids};
+}
+
+}  // namespace
+}  // namespace quire
+
+TORCH_LIBRARY(quire_cpu, m) {
+  m.def("use_instructions(str name) -> str", &quire::use_instructions);
+  m.def("plan(Tensor query_start, Tensor kv_lens, int heads, int kv_heads, int window) -> Tensor");
+  m.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor items, Tensor slots, "
+      "Tensor query_start, Tensor kv_lens, Tensor tables, Tensor(c!) partials, float scale, int window, float soft_cap, "
+      "Tensor(d!) out) -> ()");
+  m.def("panel_width() -> int", &quire::panel_width);
+  m.def("pack(Tensor weight, Tensor(a!) out) -> ()");
+  m.def("linear(Tensor x, Tensor panels, Tensor? bias, bool add, Tensor(a!) out) -> ()");
+  m.def("norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
+  m.def("silu_mul(Tensor x, Tensor(a!) out) -> ()");
+  m.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
+  m.def("largest(Tensor x) -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
+  m.impl("plan", &quire::plan);
+  m.impl("attend", &quire::attend);
+  m.impl("pack", &quire::pack);
+  m.impl("linear", &quire::linear);
+  m.impl("norm", &quire::norm);
+  m.impl("silu_mul", &quire::silu_mul);
+  m.impl("rotate", &quire::rotate);
+  m.impl("largest", &quire::largest);
+}
