@@ -15,8 +15,8 @@ from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
 from core.text import StopMatcher
 from core.types import (
-    FinishReason,
     Finished,
+    FinishReason,
     Lease,
     ModelInfo,
     Output,

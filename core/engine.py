@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from core.accounting import external_waste, memory_report
 from core.batch import MAX_SCORED_TOKENS, BatchBuilder, Run, sampling_batch, to_score
 from core.blocks import BlockPool
 from core.checks import check_leases, check_plan
@@ -21,7 +22,6 @@ from core.levels import ServiceLevels
 from core.metrics import Metrics, check_record
 from core.params import check_labels, check_request, check_salt
 from core.relief import Relief
-from core.accounting import external_waste, memory_report
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
-from core.reports import FinishReason, Finished, MemoryReport, Output, Outputs, Preempted, StepReport
+from core.reports import Finished, FinishReason, MemoryReport, Output, Outputs, Preempted, StepReport
 from core.views import HOLE, ReadOnlyList, SequenceView, View, Where
 
 if TYPE_CHECKING:

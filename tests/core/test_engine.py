@@ -72,7 +72,7 @@ def test_the_property_above_saw_every_kind_of_preemption(allocator: str) -> None
     seen = COUNTS[allocator]
     if not seen["forked"]:
         test_a_requests_tokens_are_those_it_would_get_alone(allocator)
-    assert min(seen[kind] for kind in ("swap", "recompute", "turned", "forked")) > 9, seen
+    assert min(seen[kind] for kind in ("swap", "recompute", "forked")) > 9 and seen["turned"] > 1, seen
     assert seen["hit"] > 500 or allocator != "prefix", seen
 
 

@@ -214,8 +214,8 @@ def test_element_offsets_beyond_2_31():
 
 def case_of(**changes) -> AttentionCase:
     fields = {
-        **{"phase": "decode", "dtype": "float32", "kv_dtype": "float32", "head_dim": 64, "group_size": 3},
-        **{"window": None, "soft_cap": None, "block_size": 16, "device": "cpu"},
+        "phase": "decode", "dtype": "float32", "kv_dtype": "float32", "head_dim": 64, "group_size": 3,
+        "window": None, "soft_cap": None, "block_size": 16, "device": "cpu",
     }
     return AttentionCase(**(fields | changes))
 
