@@ -90,7 +90,7 @@ def test_a_step_calls_few_hooks_whatever_the_number_of_sequences() -> None:
         for hook in hookspecs.DECIDERS_REQUIRED + hookspecs.DECIDERS_OPTIONAL:
             if hook != "prepare_model":
                 original = getattr(engine.hooks, hook)
-                setattr(engine.hooks, hook, lambda _f=original, _n=hook, **kw: (calls.append(_n), _f(**kw))[1])
+                setattr(engine.hooks, hook, lambda _f=original, _n=hook, _c=calls, **kw: (_c.append(_n), _f(**kw))[1])
         for i in range(n):
             engine.submit((1, 2, i), Work((1,), 6).params())
         engine.step()
@@ -339,7 +339,7 @@ def test_hook_fork() -> None:
     ((arguments, leases),) = spy.calls
     (group,) = arguments["groups"]
     assert isinstance(group, ForkGroup) and len(group.children) == 2 and len(leases[0]) == 2
-    assert {b for b in range(3)} == {branch for _, branch in result.tokens}
+    assert set(range(3)) == {branch for _, branch in result.tokens}
 
     class CannotShare(PagedAllocator):
         @hookimpl
