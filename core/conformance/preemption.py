@@ -49,9 +49,8 @@ class Enough:
     def _check(self, view: View, plan: Plan, shortfall: Shortfall, named: set[int]) -> None:
         planned = {chunk.sequence: i for i, chunk in enumerate(plan.chunks)}
         first = max(1, shortfall.num_fitting)
-        useful = [
-            s for s in view.running if planned.get(s.id, first) >= first and (s.private_blocks or s.id in planned)
-        ]
+        allowed = [s for s in view.running if planned.get(s.id, first) >= first]
+        useful = [s for s in allowed if s.private_blocks or self._asks(plan, planned, s)]
         if all(s.id in named for s in useful):
             return
         held: dict[int, int] = {}
@@ -60,7 +59,8 @@ class Enough:
             if sequence.id in named:
                 for block in sequence.block_table:
                     held[block] = held.get(block, 0) + 1
-                asked += self._asks(plan, planned, sequence)
+                # and one for the copy of a shared last block that its chunk may have asked for
+                asked += self._asks(plan, planned, sequence) + (sequence.id in planned)
         freed = sum(1 for block, count in held.items() if block != HOLE and count >= self.engine.pool.refs[block])
         assert freed + asked >= shortfall.blocks_missing, (
             f"choose_victims named {len(named)} sequences that free {freed} blocks and ask for {asked} fewer; "
@@ -68,11 +68,11 @@ class Enough:
         )
 
     def _asks(self, plan: Plan, planned: dict[int, int], sequence: Any) -> int:
-        """New blocks that the victim's own chunk would have taken, a copy of a shared last block included."""
+        """New blocks at the table's end that the victim's own chunk would have taken."""
         if sequence.id not in planned:
             return 0
         end = min(sequence.num_computed_tokens + plan.chunks[planned[sequence.id]].num_tokens, sequence.num_tokens)
-        return max(0, -(-end // self.engine.pool.block_size) - len(sequence.block_table)) + 1
+        return max(0, -(-end // self.engine.pool.block_size) - len(sequence.block_table))
 
 
 class PreemptionCases(PolicyCases):
