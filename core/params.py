@@ -68,16 +68,17 @@ def check_request(token_ids: Sequence[int], params: SamplingParams, model: Model
     """Check a prompt and its parameters; gives the parameters with ``max_tokens`` settled."""
     if not token_ids:
         raise RequestError("the prompt cannot be empty: it has no tokens", "prompt")
-    top = model.vocab_size - 1
-    if not all(type(t) is int and 0 <= t <= top for t in token_ids):
-        bad = next(t for t in token_ids if type(t) is not int or not 0 <= t <= top)
-        raise RequestError(f"prompt token ids must be integers from 0 to {top}, got {bad!r}", "prompt")
+    # the length first: a huge prompt is then cheap to refuse
     if len(token_ids) >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, but max_model_len is {limits.max_model_len} tokens "
             "and at least one must be left for the answer",
             "prompt",
         )
+    top = model.vocab_size - 1
+    if not all(type(t) is int and 0 <= t <= top for t in token_ids):
+        bad = next(t for t in token_ids if type(t) is not int or not 0 <= t <= top)
+        raise RequestError(f"prompt token ids must be integers from 0 to {top}, got {bad!r}", "prompt")
     return check_params(
         params, vocab_size=model.vocab_size, max_model_len=limits.max_model_len, num_prompt_tokens=len(token_ids)
     )

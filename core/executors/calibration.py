@@ -23,7 +23,8 @@ from core.machines import machine_name, write_json
 from core.types import Batch, Move, MoveKind, SamplingBatch, SamplingParams
 
 LOG = logging.getLogger(__name__)
-LINK_BYTES = 64 * 2**20  # copied each way: more than a CPU's caches keep
+LINK_BYTES = 64 * 2**20  # copied each way: more than a CPU keeps in its caches
+LINK_BLOCKS = 512  # most blocks, for models so small that the bytes would take very many
 _POSITIVE = [instance_of(float), gt(0)]
 
 
@@ -57,29 +58,33 @@ def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Cali
     return found
 
 
-def best_of(times: int, run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest of several runs, after one that is not counted."""
+def best_of(times: int, run: Callable[[], Any], device: torch.device, limit_s: float = 2.0) -> float:
+    """Seconds of the fastest of several runs, after one that is not counted; at least one, no more once ``limit_s`` is up."""
     best = float("inf")
+    begun = time.perf_counter()
     for i in range(times + 1):
         started = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        ended = time.perf_counter()
         if i:
-            best = min(best, time.perf_counter() - started)
+            best = min(best, ended - started)
+            if ended - begun > limit_s:
+                break
     return best
 
 
 def measure_link(shape: KVShape, block_size: int, layout: Layout, device: torch.device) -> float:
     """Bytes a second of swap, out and in: whole scattered blocks, between pools made for this. Takes about 0.1 s."""
-    count = max(2, LINK_BYTES // (shape.token_bytes * block_size))
+    count = min(LINK_BLOCKS, max(2, LINK_BYTES // (shape.token_bytes * block_size)))
     cache = KVCache(
         shape, num_blocks=count, num_swap_blocks=count, block_size=block_size, layout=layout, device=device, zero=True
     )
     order = np.random.default_rng(0).permutation(count).tolist()
     kinds: tuple[MoveKind, ...] = ("swap_out", "swap_in")
     moves = [Move(kind, source, target) for kind in kinds for target, source in enumerate(order)]
-    seconds = best_of(3, lambda: cache.run_moves(moves), device)
+    seconds = best_of(5, lambda: cache.run_moves(moves), device)
     cache.close()
     return len(moves) * cache.block_bytes / seconds
 

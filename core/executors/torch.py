@@ -1,5 +1,4 @@
-"""``executor=torch``: the model on a CPU or a GPU, through transformers, with the KV pool, the chosen kernels and the
-sampler.
+"""``executor=torch``: a transformers model on a CPU or a GPU, with the KV pool, the chosen kernels and the sampler.
 
 The order of calls at start is load, prepare, (fit_blocks), allocate, measure_cost, warm_up; then execute once a step.
 All of it runs in the one thread that owns the engine. The only setting of the process that is changed is torch's
@@ -104,7 +103,7 @@ class TorchExecutor:
     checks: str = attrs.field(default="cheap", validator=in_(["cheap", "full"]))
 
     tokenizer: Any = attrs.field(default=None, init=False)  # after load()
-    fit_line: str = attrs.field(default="", init=False)  # what fit_blocks decided, and why
+    fit_line: str = attrs.field(default="", init=False)  # what fit_blocks decided
     _loaded: LoadedModel | None = attrs.field(default=None, init=False)
     _device: torch.device = attrs.field(default=torch.device("cpu"), init=False)
     _router: Router | None = attrs.field(default=None, init=False)
@@ -252,9 +251,9 @@ class TorchExecutor:
         )
 
     def _measure_prefill(self, num_tokens: int) -> float:
-        """2 * parameters * tokens / seconds of one prompt: the fastest of three, after one to warm up."""
+        """2 * parameters * tokens / seconds of one prompt: the fastest of five, after one to warm up."""
         batch = one_sequence(num_tokens, self._need_limits().block_size, self._vocab_size(), self.seed)
-        seconds = best_of(3, lambda: self._run(batch), self._device)
+        seconds = best_of(5, lambda: self._run(batch), self._device)
         return 2 * self._need_model().info.num_parameters * num_tokens / seconds
 
     def warm_up(self) -> None:

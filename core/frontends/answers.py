@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -63,7 +63,13 @@ class Answer:
         for index, (texts, end) in enumerate(zip(self._texts, self._ends, strict=True)):
             reason, stop = (end.finish_reason, end.stop_reason) if end is not None else (None, None)
             choices.append(
-                {"index": index, **self._text_field("".join(texts)), "logprobs": None, "finish_reason": reason, "stop_reason": stop}
+                {
+                    "index": index,
+                    **self._text_field("".join(texts)),
+                    "logprobs": None,
+                    "finish_reason": reason,
+                    "stop_reason": stop,
+                }
             )
         return orjson.dumps({**self._base, "object": self.object, "choices": choices, "usage": self._usage()})
 
@@ -104,7 +110,12 @@ class Answer:
 
     def _chunk(self, choice: dict[str, Any], index: int) -> dict[str, Any]:
         usage = {"usage": None} if self._include_usage else {}
-        return {**self._base, "object": self.chunk_object, "choices": [{"index": index, "logprobs": None, **choice}], **usage}
+        return {
+            **self._base,
+            "object": self.chunk_object,
+            "choices": [{"index": index, "logprobs": None, **choice}],
+            **usage,
+        }
 
     def _cut(self, index: int) -> tuple[bytes, bytes]:
         """A text chunk in two halves, to put a JSON string between."""
@@ -168,9 +179,6 @@ class ChatAnswer(Answer):
             return events
         fields = {"delta": {}, "finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
         return events + _event(self._chunk(fields, choice))
-
-
-AnswerMaker = Callable[[str, int, int, bool], Answer]
 
 
 def _event(data: dict[str, Any]) -> bytes:

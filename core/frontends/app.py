@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import orjson
@@ -73,7 +73,12 @@ class Api:
         ]
         app = Starlette(
             routes=routes,
-            exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, ClientGone: _on_gone, Exception: _on_bug},
+            exception_handlers={
+                ApiError: _on_api_error,
+                HTTPException: _on_http_error,
+                ClientGone: _on_gone,
+                Exception: _on_bug,
+            },
         )
         app.router.redirect_slashes = False
         return app
@@ -159,7 +164,7 @@ class Api:
         if kind != "application/json":
             raise ApiError(415, f"Content-Type must be application/json, got {kind[:80] or 'none'!r}")
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+        if declared.isdecimal() and int(declared[:20]) > self._max_body_bytes:
             raise self._too_large()
         body = bytearray()
         try:
@@ -190,7 +195,9 @@ class EventStream(Response):
     """Server-sent events for one answer; one write a step. Ends its stream however it is left."""
 
     def __init__(self, stream: Stream, answer: Answer, check: Callable[[Any], None]):
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", "x-request-id": answer.id})
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-request-id": answer.id}
+        )
         del self.headers["content-length"]
         self._stream = stream
         self._answer = answer
@@ -257,7 +264,9 @@ def _json_bytes(body: bytes, request_id: str) -> Response:
 
 
 def _error(error: ApiError, headers: dict[str, str] | None = None) -> Response:
-    return Response(error.body(), error.status, headers={**error.headers, **(headers or {})}, media_type="application/json")
+    return Response(
+        error.body(), error.status, headers={**error.headers, **(headers or {})}, media_type="application/json"
+    )
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
@@ -269,7 +278,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     where = f"{request.method[:16]} {request.url.path[:200]}"
     messages = {404: f"there is no route {where}", 405: f"the route does not take {where}"}
-    return _error(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), dict(error.headers or {}))
+    return _error(
+        ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), dict(error.headers or {})
+    )
 
 
 async def _on_gone(_: Request, __: Exception) -> Response:
@@ -279,8 +290,3 @@ async def _on_gone(_: Request, __: Exception) -> Response:
 async def _on_bug(_: Request, error: Exception) -> Response:
     log.error("a request failed inside the server: %s", type(error).__name__)
     return _error(ApiError(500, "internal error (see the server's log)"))
-
-
-def routes_of(app: Starlette) -> Sequence[str]:
-    """The paths that the server knows, for its start banner."""
-    return [route.path for route in app.routes if isinstance(route, Route)]

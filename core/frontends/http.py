@@ -15,12 +15,13 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from core.frontends.app import Api
 from core.frontends.loop import EngineLoop
@@ -32,9 +33,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BACKLOG = 2048  # connections that may wait to be accepted
+_MAX_HEAD_BYTES = 65_536  # of a request line and headers, checked as they come
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _LINGER_S = 1.0  # how long /health says why, after the engine stopped
 _FLUSH_S = 2.0  # how long clients may take to read what was written for them at the end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _whole(low: int, high: int) -> Callable[[Any, Any, Any], None]:
+    def check(_: Any, field: Any, value: Any) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{field.name} must be a whole number from {low} to {high}, got {value!r}")
+
+    return check
 
 
 @attrs.define(eq=False)
@@ -42,14 +54,15 @@ class HttpFrontend:
     """The HTTP server. ``port=0`` takes a free one, which is printed. ``served_model_name=null`` is the model's own name."""
 
     host: str = attrs.field(default="127.0.0.1", validator=attrs.validators.instance_of(str))
-    port: int = attrs.field(default=8000, validator=[attrs.validators.instance_of(int), attrs.validators.in_(range(65536))])
+    port: int = attrs.field(default=8000, validator=_whole(0, 65535))
     served_model_name: str | None = attrs.field(
-        default=None, validator=attrs.validators.optional([attrs.validators.instance_of(str), attrs.validators.min_len(1)])
+        default=None,
+        validator=attrs.validators.optional([attrs.validators.instance_of(str), attrs.validators.min_len(1)]),
     )
-    max_body_bytes: int = attrs.field(
-        default=4_000_000, validator=[attrs.validators.instance_of(int), attrs.validators.ge(1024)]
+    max_body_bytes: int = attrs.field(default=4_000_000, validator=_whole(1024, 2**31))
+    grace_s: float = attrs.field(
+        default=30.0, converter=float, validator=[attrs.validators.ge(0), attrs.validators.lt(1e9)]
     )
-    grace_s: float = attrs.field(default=30.0, converter=float, validator=attrs.validators.ge(0))
     address: str | None = attrs.field(default=None, init=False)
     ready: threading.Event = attrs.field(factory=threading.Event, init=False)  # set while requests are taken
     _socket: socket.socket | None = attrs.field(default=None, init=False)
@@ -66,6 +79,7 @@ class HttpFrontend:
         """Serve ``started.engine`` until a signal or ``shutdown``; raises what stopped the engine."""
         self.check()
         try:
+            self._listen()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started.engine))
         finally:
@@ -77,6 +91,14 @@ class HttpFrontend:
         if session is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has closed: it is down already
                 session.aio.call_soon_threadsafe(session.on_signal)
+
+    def _listen(self) -> None:
+        """Here and not in the event loop, which keeps it to itself when another server was faster."""
+        assert self._socket is not None
+        try:
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(_cannot_listen(self.host, self.port, error)) from error
 
     def _close(self) -> None:
         self.ready.clear()
@@ -93,10 +115,12 @@ class HttpFrontend:
         api = Api(loop, metrics, model_name=name, max_body_bytes=self.max_body_bytes)
         config = uvicorn.Config(
             api.app(),
-            http="httptools",
+            http=_Protocol,
             ws="none",
+            backlog=_BACKLOG,
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_FLUSH_S,  # type: ignore[arg-type]
@@ -104,6 +128,33 @@ class HttpFrontend:
         server = _Server(config, banner=f"serving {name} on {self.address}", ready=self.ready)
         self._session = _Session(loop, server, self.grace_s)
         await self._session.serve(self._socket)
+
+
+class _Protocol(HttpToolsProtocol):
+    """Uvicorn's protocol with an end to headers, which its parser would collect without one."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._head_bytes: int | None = 0  # received of a head that is not complete; None: it is
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and give up a connection whose head gets too long."""
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """The body has limits of its own."""
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """What comes next is another head."""
+        self._head_bytes = 0
+        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):
@@ -143,8 +194,6 @@ class _Session:
             ending = asyncio.create_task(self._end())
             try:
                 await self._server.serve(sockets=[listener])
-            except OSError as error:
-                raise ConfigError(_in_use(error, listener)) from error
             finally:
                 ending.cancel()
                 if not await self._loop.stop(timeout_s=1.0 if self._server.force_exit else 10.0):
@@ -197,18 +246,19 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ConfigError(f"frontend.host={host} is not an address of this machine: {error.strerror or error}") from error
+        raise ConfigError(
+            f"frontend.host={host} is not an address of this machine: {error.strerror or error}"
+        ) from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on frontend.host={host} frontend.port={port}: {error.strerror}") from error
+        raise ConfigError(_cannot_listen(host, port, error)) from error
     sock.setblocking(False)
     return sock
 
 
-def _in_use(error: OSError, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on frontend.host={host} frontend.port={port}: {error.strerror or error}"

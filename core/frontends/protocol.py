@@ -1,6 +1,6 @@
 """OpenAI's request shapes, read strictly: what arrives is served as asked, or refused with the parameter's name.
 
-* Types are not guessed: ``"0.7"`` and ``true`` are no temperatures, ``NaN`` is no JSON. ``null`` is the same as leaving a field out.
+* Types are not guessed: ``"0.7"`` and ``true`` are no temperatures, ``NaN`` is no JSON. ``null`` is the same as absent.
 * What OpenAI's API (or vLLM's) knows and this server does not serve yet is refused, unless its value is that API's default.
 * Fields that cannot change an answer (``user``, ``metadata`` ...) are accepted and ignored; unknown ones are refused by name.
 * Beyond OpenAI's fields: ``top_k``, ``stop_token_ids`` and ``ignore_eos``.
@@ -20,7 +20,9 @@ from core.types import SamplingParams
 MAX_PROMPTS = 128  # prompts in one completion request
 MAX_STOP_TOKEN_IDS = 128
 
-IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+IGNORED = frozenset(
+    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
 
 _NOT_YET: dict[str, tuple[Any, ...]] = {  # parameter -> the values that mean "not used"; null always does
     "n": (1,),
@@ -86,7 +88,10 @@ _NOT_YET_MESSAGE: dict[str, tuple[Any, ...]] = {
     "reasoning_content": (),
     "reasoning": (),
 }
-_NOT_YET_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+_NOT_YET_STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "include_obfuscation": (False,),
+    "continuous_usage_stats": (False,),
+}
 
 
 class ApiError(Exception):
@@ -279,7 +284,9 @@ class ChatRequest(_Request):
     def params(self) -> SamplingParams:
         """For the engine."""
         if self.max_completion_tokens is not None:
-            return self.model_copy(update={"max_tokens": self.max_completion_tokens, "max_completion_tokens": None}).params()
+            return self.model_copy(
+                update={"max_tokens": self.max_completion_tokens, "max_completion_tokens": None}
+            ).params()
         return super().params()
 
 
@@ -297,7 +304,8 @@ def read_chat(body: bytes) -> ChatRequest:
     data = _served_fields(_read_object(body), _NOT_YET_CHAT)
     if isinstance(data.get("messages"), list):
         data["messages"] = [
-            _served_fields(message, _NOT_YET_MESSAGE, f"messages[{index}].") for index, message in enumerate(data["messages"])
+            _served_fields(message, _NOT_YET_MESSAGE, f"messages[{index}].")
+            for index, message in enumerate(data["messages"])
         ]
     return _validate(ChatRequest, data)
 

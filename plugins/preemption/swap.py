@@ -11,17 +11,23 @@ from collections.abc import Sequence
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Eviction, Plan, Shortfall, View
+from core.types import Eviction, EvictionKind, Plan, SequenceView, Shortfall, View
 from plugins.preemption.victims import choose_field, evictions, progress_field
 
 
 @attrs.define(eq=False)
 class Swap:
-    """Blocks that others share stay on the device. Where swap space is full, core turns the newest to recompute (``turned``)."""
+    """Blocks that others share stay on the device; who owns none alone is recomputed, since swapping it would free nothing.
+
+    Where swap space is full, core turns the newest to recompute (counted ``turned``).
+    """
 
     choose: str = choose_field()
     min_progress: int = progress_field()
 
     @hookimpl
     def choose_victims(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
-        return evictions(view, plan, shortfall, self.choose, self.min_progress, lambda _: "swap")
+        def kind_of(sequence: SequenceView) -> EvictionKind:
+            return "swap" if sequence.private_blocks else "recompute"
+
+        return evictions(view, plan, shortfall, self.choose, self.min_progress, kind_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -304,6 +305,7 @@ def test_path_refuses_pickled_weights(saved, tmp_path):
 
 
 def test_path_refuses_what_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match="no such folder or file"):
         Path(path=str(tmp_path / "nothing")).load("cpu", "auto")
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -314,6 +316,26 @@ def test_path_refuses_what_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match=r"model\.gguf"):
         Path(path=str(tmp_path / "model.gguf")).load("cpu", "auto")
+
+
+def test_gguf_is_converted_once(saved, tmp_path, monkeypatch):
+    """The folder made of a .gguf file is kept under its name, size and time, and nothing half made is left behind."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    made = []
+
+    def convert(path, out_dir):
+        made.append(path)
+        return shutil.copytree(saved, out_dir)
+
+    monkeypatch.setattr("core.fetch.convert_gguf", convert)
+    file = tmp_path / "some.Q4_0.gguf"
+    file.write_bytes(b"GGUF")
+    names = [Path(path=str(file)).load("cpu", "auto").info.name for _ in range(2)]
+    assert names == ["some.Q4_0.gguf"] * 2 and made == [file]
+    file.write_bytes(b"GGUF, another")
+    Path(path=str(file)).load("cpu", "auto")
+    kept = [entry.name for entry in (tmp_path / "cache" / "gguf").iterdir()]
+    assert len(made) == len(kept) == 2 and all(name.startswith("some.Q4_0-") for name in kept)
 
 
 def test_hub_id_offline_names_what_was_tried(monkeypatch, tmp_path):

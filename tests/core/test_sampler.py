@@ -44,8 +44,9 @@ def draw(logits, params, **columns):
 
 def probabilities(row: torch.Tensor, params: SamplingParams) -> np.ndarray:
     """What numpy makes of temperature, top-k and top-p, the slow way: a sort of the whole vocabulary."""
-    logits = row.double().numpy() / params.temperature
-    weights = np.exp(logits - logits.max())
+    logits = row.double().numpy()
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf
+        weights = np.exp((logits - logits.max()) / params.temperature)
     order = np.argsort(-logits, kind="stable")
     if 0 < params.top_k < len(row):
         order = order[: params.top_k]
@@ -97,17 +98,17 @@ KINDS = [
 
 
 def test_a_row_is_bitwise_the_same_alone_and_in_any_batch():
-    logits = rows_of(64, 49_153)
-    params = [KINDS[i % len(KINDS)] for i in range(64)]
-    for i in range(64):
+    logits = rows_of(24, 49_153)
+    params = [KINDS[i % len(KINDS)] for i in range(24)]
+    for i in range(24):
         whole = cumulative(logits[i], float(logits[i].max()), params[i]) if params[i].temperature else None
         alone = cumulative(logits[i].clone(), float(logits[i].max()), params[i]) if params[i].temperature else None
         assert whole is None or torch.equal(whole, alone)
     together = draw(logits, params)
-    order = np.random.default_rng(0).permutation(64)
+    order = np.random.default_rng(0).permutation(24)
     shuffled = draw(logits[order], [params[i] for i in order], seeds=order.tolist())
     assert shuffled == [together[i] for i in order]
-    for i in range(64):
+    for i in range(24):
         assert draw(logits[i : i + 1], [params[i]], seeds=[i]) == [together[i]]
 
 

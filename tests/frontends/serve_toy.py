@@ -14,19 +14,9 @@ from tests.frontends.toys import toy_engine
 def main() -> int:
     port, options = int(sys.argv[1]), json.loads(sys.argv[2])
     frontend = HttpFrontend(port=port, grace_s=options.pop("grace_s", 1.0))
-    fail_after = options.pop("fail_after", None)
     try:
         frontend.check()
         engine = toy_engine(**options)
-        if fail_after is not None:
-            execute = engine.executor.execute
-
-            def failing(*args: object) -> object:
-                if engine.executor.num_steps >= fail_after:
-                    raise PolicyError("quire 0: allocator=test reserve: a fault on purpose in /srv/secret/place.py")
-                return execute(*args)
-
-            engine.executor.execute = failing
         frontend.run(SimpleNamespace(engine=engine))
         engine.close()
     except ConfigError as error:

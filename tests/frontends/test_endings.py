@@ -47,6 +47,7 @@ def test_a_client_that_leaves(slow: Server, when: str, stream: bool) -> None:
         leave(slow, stream, after_bytes=3000 if stream else 0, wait_s=0.1)
     else:
         leave(slow, stream)
+        time.sleep(0.1)  # it may not even have arrived
     slow.wait_idle(1.0)
     steps = slow.engine.executor.num_steps
     time.sleep(0.05)
@@ -264,7 +265,7 @@ def test_a_port_that_is_taken_while_the_model_loads() -> None:
     first.check()
     second = HttpFrontend(port=int(first.address.rsplit(":", 1)[1]))
     second.check()
-    first._socket.listen()
+    first._listen()
     with pytest.raises(ConfigError, match="Address already in use"):
         second.run(SimpleNamespace(engine=toy_engine()))
     first._close()

@@ -44,8 +44,14 @@ def test_chat(client: openai.OpenAI) -> None:
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", spelled(9), "length")
     assert answer.usage.prompt_tokens == len("user: hi\nassistant: ")
     assert answer.object == "chat.completion"
-    again = [*CHAT["messages"], choice.message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "ho"}]}]
-    assert client.chat.completions.create(model="toy", messages=again, max_tokens=3).choices[0].message.content == spelled(3)
+    again = [
+        *CHAT["messages"],
+        choice.message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "ho"}]},
+    ]
+    assert client.chat.completions.create(model="toy", messages=again, max_tokens=3).choices[
+        0
+    ].message.content == spelled(3)
 
 
 def test_completion_stream(client: openai.OpenAI) -> None:
@@ -138,7 +144,9 @@ def test_a_seed_gives_the_same_text() -> None:
         streamed = "".join(e["choices"][0]["text"] for e in post(server, "/v1/completions", body, stream=True).events())
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             bodies = [{**body, "seed": 7 if i % 2 else None} for i in range(8)]
-            texts = [r.json()["choices"][0]["text"] for r in pool.map(lambda b: post(server, "/v1/completions", b), bodies)]
+            texts = [
+                r.json()["choices"][0]["text"] for r in pool.map(lambda b: post(server, "/v1/completions", b), bodies)
+            ]
         assert {first, streamed, *texts[1::2]} == {first}
         assert post(server, "/v1/completions", body, seed=8).json()["choices"][0]["text"] != first
 
@@ -158,7 +166,9 @@ def test_sixteen_streams_at_once() -> None:
 
         def stream(i: int) -> None:
             body = {"model": "toy", "prompt": "ab" * (i + 1), "max_tokens": 100, "temperature": 0, "stream": True}
-            together[i] = "".join(event["choices"][0]["text"] for event in Reply(server, "POST", "/v1/completions", body).events())
+            together[i] = "".join(
+                event["choices"][0]["text"] for event in Reply(server, "POST", "/v1/completions", body).events()
+            )
 
         threads = [threading.Thread(target=stream, args=(i,)) for i in range(16)]
         for thread in threads:

@@ -93,7 +93,9 @@ def test_every_stream_gets_its_own_outputs_in_order() -> None:
         for i, outputs in enumerate(answers):
             assert {output.request_id for output in outputs} == {streams[i].ids[0]}
             alone.submit([65 + i] * (i + 1), params(5 + i))
-            expected = [token for _ in iter(alone.has_work, False) for out in alone.step().outputs for token in out.token_ids]
+            expected = [
+                token for _ in iter(alone.has_work, False) for out in alone.step().outputs for token in out.token_ids
+            ]
             assert expected == [token for output in outputs for token in output.token_ids]
             assert [output.finish_reason for output in outputs if output.finish_reason] == ["length"]
         engine.assert_idle()

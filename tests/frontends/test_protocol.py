@@ -126,7 +126,9 @@ def test_what_completions_do_not_serve_yet(name: str, used: Any) -> None:
 @READERS
 def test_harmless_and_unknown_fields(read: Any) -> None:
     """Labels are ignored; what nobody knows is refused, so that a misspelt parameter is not silently dropped."""
-    assert read(user="u", metadata={"a": "b"}, service_tier="auto", safety_identifier="x", prompt_cache_key="k") == read()
+    assert (
+        read(user="u", metadata={"a": "b"}, service_tier="auto", safety_identifier="x", prompt_cache_key="k") == read()
+    )
     assert refused(read, temperatur=0.5).param == "temperatur"
     assert refused(read, **{"x" * 5000: None}).param == "x" * 61 + "..."
 
@@ -156,7 +158,9 @@ def test_prompts(prompt: Any, read: list[Any]) -> None:
     assert completion(prompt=prompt).prompt == read
 
 
-@pytest.mark.parametrize("prompt", [None, 5, {}, [], [1.5], [1, "a"], [True], [[1.0]], [[True]], [{}], [None], ["a"] * 129])
+@pytest.mark.parametrize(
+    "prompt", [None, 5, {}, [], [1.5], [1, "a"], [True], [[1.0]], [[True]], [{}], [None], ["a"] * 129]
+)
 def test_wrong_prompts(prompt: Any) -> None:
     """Refused, with ``prompt`` named."""
     assert refused(completion, prompt=prompt).param == "prompt"
@@ -231,7 +235,11 @@ def test_bodies_that_are_no_requests(read: Any, body: bytes) -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=8,
 )
@@ -239,7 +247,9 @@ NAMES = st.sampled_from(
     "model prompt messages max_tokens max_completion_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options "
     "ignore_eos n logprobs tools response_format logit_bias user role content x".split()
 )
-MESSAGES = st.lists(st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON, max_size=4), max_size=3)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON, max_size=4), max_size=3
+)
 BODIES = st.dictionaries(NAMES, JSON | MESSAGES, max_size=8)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import http.client
 import json
 import re
+import socket
 import time
 from typing import Any
 
@@ -23,7 +26,8 @@ V = 320  # the toy's vocabulary
     ("fields", "param"),
     [
         ({"prompt": ""}, "prompt"), ({"prompt": [""]}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["ok", ""]}, "prompt"), ({"prompt": [V]}, "prompt"), ({"prompt": [-1]}, "prompt"), ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": ["ok", ""]}, "prompt"), ({"prompt": [V]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
         ({"prompt": ["x"] * 10_000}, "prompt"), ({"prompt": None}, "prompt"), ({"prompt": [2**70]}, "prompt"),
         ({"prompt": "x" * 8192}, "prompt"), ({"prompt": "x" * 300_000}, "prompt"),
         ({"max_tokens": 10**12}, "max_tokens"), ({"max_tokens": 8191}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"),
@@ -86,20 +90,25 @@ def test_malformed_bodies(server: Server, path: str, body: bytes) -> None:
     assert reply.error()["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""])
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+)
 def test_wrong_content_types(server: Server, kind: str | None) -> None:
     """415; so a web page elsewhere cannot post without asking the browser first."""
     reply = Reply(server, "POST", "/v1/completions", COMPLETION, headers={} if kind is None else {"content-type": kind})
     assert reply.status == 415
     reply.error()
-    good = Reply(server, "POST", "/v1/completions", COMPLETION, headers={"content-type": "Application/JSON; charset=utf-8"})
+    good = Reply(
+        server, "POST", "/v1/completions", COMPLETION, headers={"content-type": "Application/JSON; charset=utf-8"}
+    )
     assert good.status == 200
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/v1/completions", 405), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405), ("POST", "/health", 405),
+        ("GET", "/v1/completions", 405), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
         ("GET", "/", 404), ("GET", "/v1/nothing", 404), ("POST", "/v1/completions/", 404), ("GET", "/v1/models/", 404),
         ("GET", "/v1/models/" + "x" * 5000, 404), ("GET", "/%00%ff", 404), ("PUT", "/../etc/passwd", 404),
     ],
@@ -119,6 +128,25 @@ def test_bodies_that_are_too_large(server: Server) -> None:
     message = Reply(server, "POST", "/v1/completions", b'"' + b"x" * 4_000_000 + b'"').error()["message"]
     assert "4000000" in message
     assert post(server, "/v1/completions", COMPLETION).status == 200
+
+
+def test_headers_without_end(server: Server) -> None:
+    """431 and the connection is closed; a large body in one piece with its head is no large head."""
+    with socket.create_connection(("127.0.0.1", server.port)) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                sock.sendall(b"x" * 10_000)
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(100).startswith(b"HTTP/1.1 431 ")
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    body = json.dumps({**COMPLETION, "metadata": "x" * 500_000})
+    for _ in range(3):
+        connection.request("POST", "/v1/completions", body=body, headers={"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        answer.read()
+    connection.close()
 
 
 def test_a_long_prompt_does_not_hold_up_others(server: Server) -> None:
@@ -143,7 +171,9 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(
     "model prompt messages max_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options n x".split()
 )
-BODIES = st.dictionaries(FIELDS, JSON, max_size=6).map(lambda fields: json.dumps(fields).encode()) | st.binary(max_size=40)
+BODIES = st.dictionaries(FIELDS, JSON, max_size=6).map(lambda fields: json.dumps(fields).encode()) | st.binary(
+    max_size=40
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -17,7 +17,7 @@ from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.frontends.http import HttpFrontend
 from core.plugins import Chosen, EngineHooks
-from core.types import CacheConfig, EngineInfo, Limits
+from core.types import CacheConfig, EngineInfo, Limits, PolicyError
 from plugins.allocators.paged import PagedAllocator
 from plugins.preemption.recompute import Recompute
 from plugins.schedulers.chunked import ChunkedScheduler
@@ -29,10 +29,13 @@ class SlowToy(ToyExecutor):
 
     delay_s: float = 0.0
     fail: BaseException | None = None
+    fail_after: int | None = None  # steps
     num_steps: int = 0
 
     def execute(self, *args: Any) -> Any:
         self.num_steps += 1
+        if self.num_steps == self.fail_after:
+            self.fail = PolicyError("quire 0: allocator=test reserve: a fault on purpose in /srv/secret/place.py")
         if self.fail is not None:
             raise self.fail
         if self.delay_s:

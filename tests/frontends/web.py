@@ -74,7 +74,9 @@ class Caller:
 
     def __init__(self, server: Server, body: dict[str, Any], **fields: Any):
         self._reply: list[Reply] = []
-        self._thread = threading.Thread(target=lambda: self._reply.append(post(server, "/v1/completions", body, **fields)))
+        self._thread = threading.Thread(
+            target=lambda: self._reply.append(post(server, "/v1/completions", body, **fields))
+        )
         self._thread.start()
 
     def reply(self) -> Reply:
