@@ -144,8 +144,8 @@ class _Search:
     def minimal(self) -> list[SequenceView]:
         """Without those that the later ones made unnecessary, and without those that free nothing; the first chosen first.
 
-        Where nobody frees anything, because branches share what they hold, the first goes alone: dropping its references may let the
-        last owner write in place.
+        Where nobody frees anything, because branches share what they hold, the first goes alone: dropping its references may
+        let the last owner write in place.
         """
         wanted = min(self.blocks, self._freed(self.chosen.values()))
         if not wanted and not self.rows:
