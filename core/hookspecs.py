@@ -199,8 +199,8 @@ class StepSpec:
         never one ahead of the first chunk that does not fit (``plan.chunks[shortfall.num_fitting]``) unless the eviction says
         ``ahead`` and the policy's docs say why. ``shortfall.rows_missing`` asks for rows instead of blocks. A victim's chunk
         leaves the plan, which must keep at least one. ``SequenceView.private_blocks`` says what a victim would free; evictions
-        that drop no reference and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running
-        sequence, other than the plan's first, by recompute (counted ``forced``).
+        that free nothing (drop no reference) and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts
+        the newest running sequence, other than the plan's first, by recompute (counted ``forced``).
         """
 
     @hookspec(firstresult=True)

@@ -20,7 +20,8 @@ from plugins.preemption.victims import choose_field, evictions, progress_field
 
 @attrs.define(eq=False)
 class BreakEven:
-    """A victim that the host has no room for is recomputed: swapping it would push out another that is there."""
+    """A victim that the host has no room for is recomputed, since swapping it would push out another that is there; and so is one
+    that owns no block alone, since swapping it would free nothing."""
 
     choose: str = choose_field()
     min_progress: int = progress_field()
@@ -29,7 +30,7 @@ class BreakEven:
     def choose_victims(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
         def kind_of(sequence: SequenceView) -> EvictionKind:
             if not 0 < sequence.private_blocks <= view.num_free_swap_blocks:
-                return "recompute"  # no room to swap to, or nothing that a swap would free: shared blocks stay on the device
+                return "recompute"
             swap_s = view.cost.swap_of(sequence, view.block_size)
             return "swap" if swap_s <= view.cost.recompute_of(sequence, view) else "recompute"
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Eviction, Plan, Shortfall, View
+from core.types import Eviction, EvictionKind, Plan, SequenceView, Shortfall, View
 from plugins.preemption.victims import choose_field, evictions, progress_field
 
 
 @attrs.define(eq=False)
 class Swap:
-    """Blocks that others share stay on the device. Where swap space is full, core turns the newest to recompute (``turned``).
+    """Blocks that others share stay on the device; who owns none alone is recomputed, since swapping it would free nothing.
 
-    A sequence that owns no block alone is recomputed: swapping it would free nothing.
+    Where swap space is full, core turns the newest to recompute (counted ``turned``).
     """
 
     choose: str = choose_field()
@@ -27,4 +27,7 @@ class Swap:
 
     @hookimpl
     def choose_victims(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
-        return evictions(view, plan, shortfall, self.choose, self.min_progress, lambda s: "swap" if s.private_blocks else "recompute")
+        def kind_of(sequence: SequenceView) -> EvictionKind:
+            return "swap" if sequence.private_blocks else "recompute"
+
+        return evictions(view, plan, shortfall, self.choose, self.min_progress, kind_of)

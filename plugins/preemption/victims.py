@@ -142,12 +142,18 @@ class _Search:
         self.kept -= sequence.id in self.chunks
 
     def minimal(self) -> list[SequenceView]:
-        """Without those that the later ones made unnecessary, the first chosen first."""
-        if self.enough():
-            for sequence in list(self.chosen.values())[:-1]:
-                rest = [s for s in self.chosen.values() if s is not sequence]
-                if len(rest) >= max(1, self.rows) and self._freed(rest) >= self.blocks:
-                    del self.chosen[sequence.id]
+        """Without those that the later ones made unnecessary, and without those that free nothing; the first chosen first.
+
+        Where nobody frees anything, because branches share what they hold, the first goes alone: dropping its references may
+        let the last owner write in place.
+        """
+        wanted = min(self.blocks, self._freed(self.chosen.values()))
+        if not wanted and not self.rows:
+            return list(self.chosen.values())[:1]
+        for sequence in list(self.chosen.values())[:-1]:
+            rest = [s for s in self.chosen.values() if s is not sequence]
+            if len(rest) >= max(1, self.rows) and self._freed(rest) >= wanted:
+                del self.chosen[sequence.id]
         return list(self.chosen.values())
 
     def _freed(self, victims: Iterable[SequenceView]) -> int:
