@@ -63,7 +63,7 @@ class Api:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._compiling = asyncio.Semaphore(MAX_COMPILING)
-        self._document = orjson.dumps(document(core.__version__))
+        self._document = orjson.dumps(document(core.__version__, loop.engine.model.vocab_size))
 
     def app(self) -> ASGIApp:
         """The ASGI application."""

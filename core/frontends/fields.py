@@ -80,12 +80,12 @@ class Strict(BaseModel):
 
 # ------------------------------------------------------------------------------------------------ kinds of fields
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "token-id"})]
 _PROMPT = "must be a string, a list of strings, a list of token ids or a list of token id lists"
 _PromptInput = (
     str
-    | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    | Annotated[list[str | list[Annotated[int, Field(ge=0)]]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str | Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 
 

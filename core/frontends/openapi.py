@@ -24,6 +24,10 @@ from core.frontends.protocol import (
 )
 
 Schema = dict[str, Any]
+_WORDS = (
+    "Integers are written without a point. null is the same as leaving a field out. Fields also depend on each other, on the prompt's "
+    "length and on what the server was started with: such a request gets 400 with the field's name although this document allows it."
+)
 _REF = "#/components/schemas/"
 _BODIES: dict[str, tuple[type[BaseModel], NotYet]] = {
     "CompletionRequest": (CompletionRequest, NOT_YET_COMPLETION),
@@ -34,12 +38,12 @@ _BODIES: dict[str, tuple[type[BaseModel], NotYet]] = {
 _NOT_YET_OF_PARTS = {"Message": NOT_YET_MESSAGE, "StreamOptions": NOT_YET_STREAM_OPTIONS}
 
 
-def document(version: str) -> Schema:
-    """The whole document, as JSON values."""
-    schemas = _schemas()
+def document(version: str, vocab_size: int = 2**31) -> Schema:
+    """The whole document, as JSON values. Token ids are below ``vocab_size``."""
+    schemas = _with_vocabulary(_schemas(), vocab_size)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": version, "license": {"name": "Apache-2.0"}},
+        "info": {"title": "Quire", "version": version, "license": {"name": "Apache-2.0"}, "description": _WORDS},
         "paths": _paths(),
         "components": {"schemas": schemas},
     }
@@ -55,6 +59,15 @@ def _schemas() -> dict[str, Schema]:
         found |= {part: _part(part, each) for part, each in schema.pop("$defs", {}).items()}
         found[name] = _nullable(schema, not_yet | dict.fromkeys(IGNORED, ()), ignored=IGNORED)
     return found | _ANSWERS
+
+
+def _with_vocabulary(schema: Any, vocab_size: int) -> Any:
+    if isinstance(schema, list):
+        return [_with_vocabulary(each, vocab_size) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _with_vocabulary(each, vocab_size) for name, each in schema.items()}
+    return found | {"exclusiveMaximum": vocab_size} if found.get("format") == "token-id" else found
 
 
 def _part(name: str, schema: Schema) -> Schema:
@@ -170,6 +183,9 @@ def _answer(kind: str, choice: Schema, **more: Schema) -> Schema:
     )
 
 
+_EVENT = _object(
+    {"data": {"type": "string", "description": "a chunk of the answer as JSON; the last is [DONE]"}}, "data"
+)
 _CARD = _object(
     {
         "id": _STRING,
@@ -232,7 +248,7 @@ def _json(name: str) -> Schema:
 def _responses(answer: str, statuses: tuple[int, ...], stream: bool = False) -> Schema:
     content = _json(answer)
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     good = {"200": {"description": "what was asked for", "content": content}}
     return good | {str(status): {"description": _ERRORS[status], "content": _json("Error")} for status in statuses}
 
