@@ -46,7 +46,7 @@ def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryR
     """This step's report, in tokens. O(running sequences)."""
     pool, size = state.pool, state.limits.block_size
     reserved = pool.num_used * size
-    others = [*state.swapped(), *state.sessions.values(), *state.parked.values()]
+    others = [*state.swapped(), *state.sessions.values(), *state.parked.values(), *state.held.values()]
     plain = not pool.num_extra_refs and not others
     written, to_write, shared = _plain_sums(state) if plain else _sums(state, others)
     return MemoryReport(

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.accounting import external_waste, memory_report
 from core.batch import BatchBuilder, Run, to_score
+from core.beams import Beams, Hands
 from core.hookspecs import ForkGroup
 from core.logits import failure
 from core.scratch import Step
@@ -64,10 +65,15 @@ class Committer:
     ):
         self.state, self.hooks, self.model, self.builder = state, hooks, model, builder
         self.tokenizer, self.next_id, self.sessions = tokenizer, next_id, sessions
+        hands = Hands(self._let_go, self._fork, self._record, next_id)
+        self.beams = Beams(state, builder, model, tokenizer, hands)
         self.block_bytes = model.kv_bytes_per_token * state.limits.block_size
 
     def open_text(self, seq: Sequence) -> None:
-        """Give a new sequence its own decoder state; none when nobody wants its text."""
+        """Give a new sequence its own decoder state; none when nobody wants its text. A beam search makes it at its end."""
+        if seq.params.beam_width is not None:
+            self.beams.open(seq)
+            return
         if self.tokenizer is not None and (seq.params.detokenize or seq.params.stop):
             params = seq.params
             seq.stream = self.tokenizer.stream(params.skip_special_tokens)
@@ -94,10 +100,12 @@ class Committer:
         if self.hooks.has("commit"):
             self.hooks.commit(sequences=[run.seq.view for run in runs])
         if forking:
-            self._fork(step, [(p, [c for c in children if c.reason is None]) for p, children in forking])
+            self._fork(step, [(p, [c.seq for c in children if c.reason is None]) for p, children in forking])
         ending = [(one.seq, one.reason) for one in drawn if one.reason is not None]
         if ending:
             self._end(step, ending, now)
+        if self.beams.touched:
+            self.beams.settle(step, now)
 
     # ------------------------------------------------------------------------------------------- tokens and text
 
@@ -118,6 +126,10 @@ class Committer:
             if end != len(seq.tokens):
                 continue
             if seq.wants_text or seq.to_fork or logprobs or errors:
+                if seq.beams is not None:
+                    self.beams.take(seq, output, index)
+                    index += 1
+                    continue
                 family = self._draw(seq, tokens, index, output, now)
                 index += len(family)
                 rows += family
@@ -210,12 +222,12 @@ class Committer:
 
     # ------------------------------------------------------------------------------------------- forks
 
-    def _fork(self, step: Step, groups: list[tuple[Sequence, list[Drawn]]]) -> None:
+    def _fork(self, step: Step, groups: list[tuple[Sequence, list[Sequence]]]) -> None:
         """Branches start from their parent's blocks; those that do not fit stay in the queue as ordinary sequences."""
         room = self.state.limits.max_num_seqs - len(self.state.running)
         asked: list[tuple[ForkGroup, list[Sequence]]] = []
         for parent, children in groups:
-            taken = [one.seq for one in children[: max(0, room)]]
+            taken = children[: max(0, room)]
             room -= len(taken)
             if taken:
                 asked.append((ForkGroup(parent.view, tuple(c.view for c in taken)), taken))
@@ -256,6 +268,10 @@ class Committer:
         """End sequences outside a sample (abort, error): each of their branches, those still to come included, gets an output."""
         ending = list(ending)
         for seq, reason in ending:
+            if seq.beams is not None:
+                self.beams.end(step, seq.beams, reason, now, error)
+        ending = [(seq, reason) for seq, reason in ending if seq.beams is None]
+        for seq, reason in ending:
             for branch in range(seq.view.branch, seq.view.branch + 1 + seq.to_fork):
                 step.outputs.append(
                     Output(
@@ -266,11 +282,18 @@ class Committer:
         self._end(step, ending, now)
 
     def _end(self, step: Step, ending: list[tuple[Sequence, Any]], now: float) -> None:
-        releases = []
+        gone = []
         for seq, reason in ending:
-            if reason in ("stop", "length") and self.sessions.keep(step, seq, now):
-                step.finished.append(self._record(seq, reason, now))
-                continue
+            kept = reason in ("stop", "length") and self.sessions.keep(step, seq, now)
+            step.finished.append(self._record(seq, reason, now))
+            if not kept:
+                gone.append((seq, reason))
+        self._let_go(gone)
+
+    def _let_go(self, gone: list[tuple[Sequence, Any]]) -> None:
+        """Give back all that these hold, and forget them."""
+        releases = []
+        for seq, reason in gone:
             blocks = seq.device_blocks()
             if blocks:
                 releases.append(Release(seq.id, blocks, reason if reason in ("abort", "error") else "finish"))
@@ -279,7 +302,6 @@ class Committer:
                 seq.host_blocks.clear()
             seq.table.clear()
             self.state.move(seq, Status.FINISHED)
-            step.finished.append(self._record(seq, reason, now))
         if releases:
             self.hooks.release(releases=tuple(releases))
 

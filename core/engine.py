@@ -207,7 +207,7 @@ class Engine:
                     self.sessions.resume(step, seq)
                     self.state.add(seq)
                 else:
-                    step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.view.n)]
+                    step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.params.n)]
                     self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
             self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]

@@ -207,7 +207,8 @@ class StepSpec:
     def fork(self, groups: Sequence[ForkGroup]) -> Sequence[Sequence[Lease]] | Shortfall | None:
         """Give each child a table over its parent's blocks, one lease a child in the groups' order.
 
-        Called at commit, after the first tokens of all branches were drawn from the parent's logits. Where sharing is impossible the
+        Called at commit, after the first tokens of all branches were drawn from the parent's logits; in a beam search after any token,
+        and the parent may be out of every queue or waiting with its blocks. Where sharing is impossible the
         lease copies (``moves``). On ``Shortfall``, or without a provider, the children queue as ordinary sequences.
         """
 

@@ -14,6 +14,7 @@ from core.types import Limits, ModelInfo, RequestError, SamplingParams, Structur
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_N = 128
+MAX_BEAMS = 32
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  # prompts x n of one call
 MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
@@ -89,6 +90,31 @@ def _structure(params: SamplingParams) -> None:
         raise RequestError("ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos")
 
 
+_BEAMS_LEAVE = {
+    "top_p": 1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
+    "allowed_token_ids": None, "bad_words": (), "stop": (), "stop_token_ids": (), "structure": None, "prompt_logprobs": None,
+}  # fmt: skip
+"""What beam search leaves alone: it ranks the model's own log probabilities, and eos alone ends an answer."""
+
+
+def _beams(params: SamplingParams) -> None:
+    _number("length_penalty", params.length_penalty, -10, 10, "a number from -10 to 10")
+    if params.beam_width is None:
+        if params.length_penalty != 1:
+            raise RequestError(f"length_penalty={params.length_penalty} is for beam search only", "length_penalty")
+        return
+    _integer("beam_width", params.beam_width, 1, MAX_BEAMS, f"an integer from 1 to {MAX_BEAMS}")
+    if params.n > params.beam_width:
+        raise RequestError(f"n={params.n} answers cannot come from a beam search with {params.beam_width} beams", "n")
+    if params.temperature not in (0, 1):
+        raise RequestError(f"temperature must be 0 or 1 with beam search, which draws nothing, got {params.temperature}", "temperature")
+    if params.top_k > 0:
+        raise RequestError(f"top_k must be off (0 or -1) with beam search, got {params.top_k}", "top_k")
+    for name, only in _BEAMS_LEAVE.items():
+        if getattr(params, name) != only:
+            raise RequestError(f"{name} cannot be used with beam search", name)
+
+
 def check_salt(salt: object) -> None:
     """Check the name of a cache namespace: requests share cached blocks only with requests of the same ``cache_salt``."""
     if not isinstance(salt, str):
@@ -116,6 +142,7 @@ def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int,
     _stops(params, vocab_size)
     _choices(params, vocab_size)
     _structure(params)
+    _beams(params)
     room = max_model_len - num_prompt_tokens
     if params.max_tokens is None:
         params = attrs.evolve(params, max_tokens=room)

@@ -71,11 +71,16 @@ class Relief:
         return self._preempt(step, plan, shortfall)
 
     def _take_parked(self, step: Step, plan: Plan, shortfall: Shortfall) -> bool:
-        """What nobody computes gives way first: idle sessions, then waiting sequences that hold blocks, the newest first."""
+        """What nobody computes gives way first: idle sessions, held beams, then waiting sequences that hold blocks, the newest
+        first."""
         if self.state.idle and self.sessions.make_room(step, shortfall.blocks_missing):
             return True
         planned = {chunk.sequence for chunk in plan.chunks}
         parked = [seq for seq in self.state.parked.values() if seq.id not in planned]
+        held = [seq for seq in self.state.held.values() if seq.table]
+        if held:  # its candidates are known: only a winner among its children will be computed again
+            self._drop_kv(step, max(held, key=lambda seq: seq.order), "recompute")
+            return True
         if not parked:
             return False
         self._drop_kv(step, max(parked, key=lambda seq: seq.order), "turned")
@@ -146,7 +151,8 @@ class Relief:
             f"{chunk.num_tokens} more tokens of a sequence with {seq.view.num_computed_tokens} computed need at least "
             f"{shortfall.blocks_missing} KV blocks more than can be freed: {pool.num_free} of {pool.num_blocks} blocks are free",
         )
-        return attrs.evolve(plan, chunks=plan.chunks[1:])
+        # a beam does not fail alone: its siblings are gone, too
+        return attrs.evolve(plan, chunks=tuple([c for c in plan.chunks[1:] if c.sequence in self.state.sequences]))
 
     # ------------------------------------------------------------------------------------------- evictions
 
@@ -193,7 +199,7 @@ class Relief:
         seq.table.clear()
         seq.set_computed(0)
         self._release(seq, blocks, kind)
-        if seq.status is Status.WAITING:
+        if seq.status in (Status.WAITING, Status.HELD):
             self.state.set_where(seq, "none")
         else:
             self.state.move(seq, Status.WAITING)

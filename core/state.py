@@ -37,6 +37,7 @@ class Status(Enum):
     WAITING = "waiting"  # nothing of it is on the device
     SWAPPED = "swapped"  # waiting, its KV in host memory
     RUNNING = "running"  # holds device blocks and a row
+    HELD = "held"  # a beam that waits for its siblings: in no queue, and no work; its KV may be taken from it
     IDLE = "idle"  # ended, its KV kept for its session's next turn; in no queue, and no work
     FINISHED = "finished"
 
@@ -44,13 +45,14 @@ class Status(Enum):
 MOVES: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
     Status.SWAPPED: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
-    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.IDLE, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.HELD, Status.IDLE, Status.FINISHED}),
+    Status.HELD: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
     Status.IDLE: frozenset({Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 """The one status table: every change of status is a line of it."""
 
-_WHERE = {Status.RUNNING: "device", Status.IDLE: "device", Status.SWAPPED: "swap"}
+_WHERE = {Status.RUNNING: "device", Status.HELD: "device", Status.IDLE: "device", Status.SWAPPED: "swap"}
 
 
 class Sequence:
@@ -72,6 +74,7 @@ class Sequence:
         "stream",  # TextStream or None
         "stops",  # StopMatcher or None
         "wants_text",  # bool: its tokens are looked at one by one, for text or for stop tokens
+        "beams",  # core.beams.Search that this is a beam of, or None
         "grammar",  # core.structure.Constraint or None
         "scores",  # list[TokenLogprobs] of prompt tokens 1, 2, ... so far; None: not wanted
         "times",  # list[float], when each output token was delivered
@@ -89,11 +92,12 @@ class Sequence:
         self.host_blocks: dict[int, int] = {}
         self.row = -1
         self.seed = seed
-        self.to_fork = params.n - 1 if branch == 0 else 0
+        self.to_fork = params.n - 1 if branch == 0 and params.beam_width is None else 0
         self.num_cached_tokens = 0
         self.stream: Any = None
         self.stops: Any = None
         self.wants_text = True
+        self.beams: Any = None
         self.grammar: Any = None if request.grammar is None else request.grammar.start()
         self.scores: list[Any] | None = None if params.prompt_logprobs is None else []
         self.times: list[float] = []
@@ -107,7 +111,7 @@ class Sequence:
             "id": id,
             "request_id": request.id,
             "branch": branch,
-            "n": self.params.n,
+            "n": self.params.beam_width or self.params.n,
             "token_ids": ReadOnlyList(self.tokens),
             "num_prompt_tokens": len(self.tokens),
             "num_tokens": len(self.tokens),
@@ -170,7 +174,7 @@ class State:
     """Sequences by id, ``running`` and ``waiting`` in arrival order, and the rows that running sequences occupy.
 
     ``sessions`` are the ended turns whose KV is kept, oldest first; ``parked`` the waiting sequences that hold device blocks as
-    their own (they continue such a turn).
+    their own (they continue such a turn, or are beams that found no row); ``held`` the beams whose siblings are still computed.
     """
 
     def __init__(self, limits: Limits, pool: BlockPool, cost: CostModel):
@@ -184,6 +188,7 @@ class State:
         self.sessions: dict[tuple[str, str, str], Sequence] = {}
         self.idle: list[SequenceView] = []
         self.parked: dict[int, Sequence] = {}
+        self.held: dict[int, Sequence] = {}
         self.pool = pool
         self.swap = BlockPool(limits.num_swap_blocks, limits.block_size)
         self.limits = limits
@@ -270,6 +275,8 @@ class State:
         elif seq.status is Status.IDLE:
             self._end_session(seq)
             return
+        elif seq.status is Status.HELD:
+            del self.held[seq.id]
         elif to is not Status.WAITING:  # swapped -> waiting keeps its place
             self._take_out(self.waiting, seq)
         if self.parked:
@@ -278,13 +285,18 @@ class State:
             seq.row = self._rows.pop()
             insort(self.running, seq.view, key=self._key)
             self.running_ids.add(seq.id)
-        elif seq.status is Status.RUNNING and to in (Status.WAITING, Status.SWAPPED):
+        elif seq.status in (Status.RUNNING, Status.HELD) and to in (Status.WAITING, Status.SWAPPED):
             insort(self.waiting, seq.view, key=self._key)
+        elif to is Status.HELD:
+            self.held[seq.id] = seq
         if to in (Status.FINISHED, Status.IDLE):
             self._forget(seq)
         self.num_swapped += (to is Status.SWAPPED) - (seq.status is Status.SWAPPED)
-        seq.status = to
         _put(seq.view, "where", _WHERE.get(to, "none"))
+        if seq.status is Status.HELD and to is Status.WAITING and seq.table:
+            self.parked[seq.id] = seq
+            _put(seq.view, "where", "device")
+        seq.status = to
 
     def begin_session(self, seq: Sequence, now: float) -> None:
         """A running sequence has ended and keeps its KV; its session has none so far."""
@@ -300,7 +312,7 @@ class State:
         _put(seq.view, "where", "none")
 
     def set_where(self, seq: Sequence, where: str) -> None:
-        """Where the KV of an idle or a parked sequence is now."""
+        """Where the KV of an idle, a held or a parked sequence is now."""
         _put(seq.view, "where", where)
         if where != "device":
             self.parked.pop(seq.id, None)
@@ -348,7 +360,7 @@ class State:
         assert not self.sequences and not self.views, f"{len(self.sequences)} sequences are left"
         assert not self.requests, f"requests {sorted(self.requests)} are left"
         assert not self.sessions and not self.idle, f"{len(self.sessions)} sessions are kept"
-        assert not self.running and not self.waiting and not self.parked, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        assert not self.running and not self.waiting and not self.parked and not self.held, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
         assert self.pool.num_free == self.pool.num_blocks, f"{self.pool.num_used} blocks are not free"
         assert self.swap.num_free == self.swap.num_blocks, f"{self.swap.num_used} host blocks are not free"
         assert len(self._rows) == self.limits.max_num_seqs, "batch rows are left occupied"

@@ -110,6 +110,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keeps the stop string, or the stop token's text
     skip_special_tokens: bool = True  # in the text
     structure: Structure | None = None
+    beam_width: int | None = None  # beam search with so many beams; the ``n`` best answers come at its end (core/beams.py)
+    length_penalty: float = 1.0  # [-10, 10]; of beam search: an answer's summed log probability is divided by length ** this
     extra: Mapping[str, Any] = attrs.field(factory=dict)  # for samplers that know more than these
 
 

@@ -131,7 +131,7 @@ class View:
         "now",  # float, seconds on the executor's clock at the start of the step
         "step",  # int, number of this step
         "running",  # read-only list of SequenceView, in arrival order
-        "waiting",  # read-only list of SequenceView, in arrival order; where is "none", "swap", or "device" (back from a stall)
+        "waiting",  # read-only list of SequenceView, in arrival order; where is "none", "swap", or "device" (of a stall, or a beam)
         "idle",  # read-only list of SequenceView: ended turns of sessions that will be back, the longest idle first
         "cached_tokens",  # Mapping sequence id -> leading tokens found in the cache; a bounded head of waiting, absent = 0
         "num_blocks",  # int, blocks in the pool

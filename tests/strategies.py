@@ -29,8 +29,9 @@ class ByRank:
     @hookimpl
     def plan_step(self, view: View) -> Plan:
         chunks, budget, running = [], view.max_num_batched_tokens, len(view.running)
+        rows = {sequence.id for sequence in view.running}  # one that waits may hold blocks, too
         for sequence in sorted([*view.running, *view.waiting], key=lambda s: (s.id * 7 % 5, s.id)):
-            running += sequence.where != "device"
+            running += sequence.id not in rows
             if running > view.max_num_seqs:
                 running -= 1
                 continue

@@ -39,14 +39,17 @@ class Work:
     stop: tuple[str, ...] = ()
     salt: str = ""
     recorded: int | None = None
+    beams: int | None = None
+    length_penalty: float = 1.0
     arrives: int = 0  # step before which it is submitted
     aborts: int | None = None  # step before which it is aborted
     labels: dict[str, Any] = attrs.field(factory=dict)  # further fields of Request
 
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n, stop=self.stop, detokenize=bool(self.stop)
-        )
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n, stop=self.stop, detokenize=bool(self.stop),
+            beam_width=self.beams, length_penalty=self.length_penalty,
+        )  # fmt: skip
 
 
 def make_engine(

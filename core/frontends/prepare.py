@@ -59,7 +59,7 @@ def prepare(request: CompletionRequest | ChatRequest, tokenizer: Any, model: Mod
         ]
         if request.truncate_prompt_tokens is not None:
             prompts = [_truncated(ids, request.truncate_prompt_tokens, params, limits) for ids in prompts]
-        _check_count(len(prompts), params.n)
+        _check_count(len(prompts), params.beam_width or params.n)
         for prompt in prompts:  # ``Engine.submit`` checks again, by then a prompt is at most max_model_len
             check_request(prompt, params, model, limits)
         echoes = _echoes(request, texts, prompts, tokenizer)

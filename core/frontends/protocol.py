@@ -32,7 +32,7 @@ from core.frontends.fields import (
     served_fields,
 )
 from core.frontends.structured import ResponseFormat, StructuredOutputs, structure_of
-from core.params import MAX_LOGPROBS, MAX_N
+from core.params import MAX_BEAMS, MAX_LOGPROBS, MAX_N
 from core.types import SamplingParams
 
 __all__ = ["ApiError", "ChatRequest", "CompletionRequest", "Generation", "read_chat", "read_completion"]
@@ -42,8 +42,6 @@ IGNORED = frozenset(
 )
 
 _NOT_YET: NotYet = {
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "guided_json": (),
     "guided_regex": (),
@@ -114,6 +112,8 @@ class Generation(Strict):
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_N)
+    use_beam_search: bool = Field(False, description="n beams (best_of, where it is given), and their n best answers")
+    length_penalty: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     stop: Stops = ()
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = False
@@ -147,7 +147,19 @@ class Generation(Strict):
                 400, "truncate_prompt_tokens must be -1 or at least 1, got 0", param="truncate_prompt_tokens"
             )
         structure_of(self.response_format, self.structured_outputs)
+        self._check_beams()
         return self
+
+    def _check_beams(self) -> None:
+        """What can be told without the engine: ``core.params`` checks the rest."""
+        if not self.use_beam_search:
+            if self.length_penalty != 1:
+                raise ApiError(400, "length_penalty is allowed only with use_beam_search=true", param="length_penalty")
+            return
+        if self.stream:
+            raise ApiError(400, "use_beam_search cannot be streamed: its answers are known at the end", param="stream")
+        if self.n > MAX_BEAMS:
+            raise ApiError(400, f"n={self.n}: use_beam_search takes at most {MAX_BEAMS} beams", param="n")
 
     @property
     def include_usage(self) -> bool:
@@ -164,6 +176,11 @@ class Generation(Strict):
         """Answers that are made for each prompt."""
         return self.n
 
+    @property
+    def beam_width(self) -> int | None:
+        """Beams of a beam search; None: there is none."""
+        return self.n if self.use_beam_search else None
+
     def params(self) -> SamplingParams:
         """For the engine; bad words are added where a tokenizer is (``prepare``)."""
         return SamplingParams(
@@ -174,6 +191,8 @@ class Generation(Strict):
             min_p=self.min_p,
             seed=self.seed,
             n=self.num_branches,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
             stop=self.stop,
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -216,7 +235,11 @@ class CompletionRequest(Generation):
 
     @property
     def num_branches(self) -> int:
-        return self.best_of or self.n
+        return self.n if self.use_beam_search else self.best_of or self.n
+
+    @property
+    def beam_width(self) -> int | None:
+        return (self.best_of or self.n) if self.use_beam_search else None
 
     @property
     def num_logprobs(self) -> int | None:

@@ -34,6 +34,9 @@ def test_a_status_moves_only_along_the_table(start: Status, to: Status) -> None:
     if start is Status.RUNNING:
         state.waiting.remove(seq.view)
         state.running.append(seq.view)
+    if start is Status.HELD:
+        state.waiting.remove(seq.view)
+        state.held[0] = seq
     if start is Status.IDLE:
         state.waiting.remove(seq.view)
         state.sessions[seq.session] = seq
@@ -44,6 +47,25 @@ def test_a_status_moves_only_along_the_table(start: Status, to: Status) -> None:
     else:
         with pytest.raises(ValueError, match=f"sequence 0: {start.value} -> {to.value} is not an allowed move"):
             state.move(seq, to)
+
+
+def test_a_held_sequence_is_in_no_queue_and_gives_up_its_row() -> None:
+    """It keeps its blocks, back in the queue too; without blocks it waits like any other."""
+    state = make_state()
+    seqs = [new(state, i, float(i)) for i in range(2)]
+    rows = len(state._rows)
+    for seq in seqs:
+        state.move(seq, Status.RUNNING)
+        seq.table.extend(state.pool.take(1))
+        state.move(seq, Status.HELD)
+    assert (len(state._rows), state.running, state.waiting, list(state.held)) == (rows, [], [], [0, 1])
+    state.check_owners()
+    state.pool.give(seqs[1].table)
+    seqs[1].table.clear()
+    for seq in seqs:
+        state.move(seq, Status.WAITING)
+    assert [(view.id, view.where) for view in state.waiting] == [(0, "device"), (1, "none")]
+    assert (list(state.parked), state.held) == ([0], {})
 
 
 def test_queues_keep_arrival_order_and_a_preempted_sequence_goes_back_to_its_place() -> None:

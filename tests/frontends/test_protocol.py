@@ -104,7 +104,7 @@ def test_wrong_values_are_refused_by_name(read: Any, name: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("name", "unused", "used"),
     [
-        ("use_beam_search", False, True), ("length_penalty", 1.0, 2), ("length_penalty", 1, True), ("store", False, True),
+        ("store", False, True),
         ("spaces_between_special_tokens", True, False), ("guided_regex", None, "a+"),
     ],
 )  # fmt: skip
@@ -126,6 +126,37 @@ def test_what_chat_does_not_serve(name: str, unused: Any, used: Any) -> None:
     """The chat route's own."""
     assert chat(**{name: unused}) == chat(**{name: None}) == chat()
     assert refused(chat, **{name: used}).param == name
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"use_beam_search": 1}, "use_beam_search"), ({"length_penalty": 2}, "length_penalty"),
+        ({"length_penalty": True, "use_beam_search": True}, "length_penalty"),
+        ({"length_penalty": 11, "use_beam_search": True}, "length_penalty"),
+        ({"length_penalty": "1", "use_beam_search": True}, "length_penalty"), ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 33}, "n"),
+    ],
+)  # fmt: skip
+def test_beam_searches_that_cannot_be(read: Any, fields: dict[str, Any], param: str) -> None:
+    """Neither the switch nor the penalty is guessed at, and there is nothing to stream."""
+    assert refused(read, **fields).param == param
+
+
+@READERS
+def test_n_is_the_number_of_beams(read: Any) -> None:
+    """As vLLM has it: n beams, n answers."""
+    assert read(use_beam_search=False, length_penalty=1.0) == read()
+    params = read(use_beam_search=True, n=4, length_penalty=0.5).params()
+    assert (params.beam_width, params.n, params.length_penalty) == (4, 4, 0.5)
+    assert read().params().beam_width is None
+
+
+def test_best_of_is_the_number_of_beams_where_it_is_given() -> None:
+    """The completion route's own: of best_of beams the n best answers, ranked by the search itself, not by mean probability."""
+    request = completion(use_beam_search=True, n=2, best_of=5)
+    assert (request.params().beam_width, request.params().n, request.num_branches, request.num_logprobs) == (5, 2, 2, None)
 
 
 def test_what_completions_do_not_serve() -> None:
@@ -328,7 +359,8 @@ JSON = st.recursive(
 NAMES = st.sampled_from(
     "model prompt messages max_tokens max_completion_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options "
     "ignore_eos n logprobs tools response_format logit_bias user role content x best_of echo top_logprobs prompt_logprobs "
-    "structured_outputs bad_words allowed_token_ids min_tokens truncate_prompt_tokens cache_salt priority".split()
+    "structured_outputs bad_words allowed_token_ids min_tokens truncate_prompt_tokens cache_salt priority "
+    "use_beam_search length_penalty".split()
 )
 MESSAGES = st.lists(
     st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON, max_size=4), max_size=3
