@@ -16,9 +16,10 @@ from core.cost import CostModel
 from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
 
 _put = object.__setattr__  # how core writes what is read-only to everyone else
-put_num_tokens = SequenceView.num_tokens.__set__  # type: ignore[attr-defined]  # the same by slot: every token needs them
-put_num_computed = SequenceView.num_computed_tokens.__set__  # type: ignore[attr-defined]
-_put_room = SequenceView._room.__set__  # type: ignore[attr-defined]
+# the same by slot, for what changes with every token
+put_num_tokens = vars(SequenceView)["num_tokens"].__set__
+put_num_computed = vars(SequenceView)["num_computed_tokens"].__set__
+_put_room = vars(SequenceView)["_room"].__set__
 _LABELS = (
     "arrival_s",
     "priority",
