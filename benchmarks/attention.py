@@ -68,7 +68,9 @@ def attention_run(
     batch = decode_batch(args.sequences, args.context, block_size, permuted)
     inner = (block_size, args.kv_heads, args.head_dim)
     num_blocks = batch.block_tables.size
-    shape = (num_blocks, args.layers, 2, *inner) if args.layout == "block_major" else (args.layers, 2, num_blocks, *inner)
+    shape = (
+        (num_blocks, args.layers, 2, *inner) if args.layout == "block_major" else (args.layers, 2, num_blocks, *inner)
+    )
     pool = memory[: int(np.prod(shape))].view(shape)
     blocks = pool if args.layout == "block_major" else pool.permute(2, 0, 1, 3, 4, 5)
     infos = [

@@ -69,9 +69,23 @@ def provide_policies() -> list[Policy]:
         Policy("preemption", "swap", "plugins.preemption.swap.Swap", "move the KV to host memory and back"),
         Policy("preemption", "breakeven", "plugins.preemption.breakeven.BreakEven", "whichever of the two is faster"),
         Policy("kernel", "torch", "plugins.kernels.torch.TorchKernel", "attention in plain PyTorch, every case"),
-        Policy("kernel", "cpu", "plugins.kernels.cpu.CpuKernel", "attention in C++ that reads the blocks in place, CPU"),
+        Policy(
+            "kernel", "cpu", "plugins.kernels.cpu.CpuKernel", "attention in C++ that reads the blocks in place, CPU"
+        ),
         Policy("kernel", "auto", "plugins.kernels.torch.TorchKernel", "the first of kernel.order that takes the case"),
         Policy("linears", "torch", "plugins.kernels.linears_torch.TorchLinears", "the model's own linear layers"),
+        Policy(
+            "linears",
+            "packed",
+            "plugins.kernels.linears_fast.FastLinears",
+            "fastest packed weights, fused decoder; CPU",
+        ),
+        Policy(
+            "linears",
+            "onednn",
+            "plugins.kernels.linears_fast.FastLinears",
+            "oneDNN's packed weights, fused decoder; CPU",
+        ),
         Policy(
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),
