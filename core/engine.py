@@ -32,17 +32,15 @@ from core.types import (
     Limits,
     ModelInfo,
     Move,
-    Output,
     Outputs,
     Plan,
-    Refusal,
     Request,
     RequestError,
     SamplingParams,
     StepOutput,
     StepReport,
 )
-from core.waiting import Mailbox, predict, triage
+from core.waiting import Mailbox, admit, predict, refused, triage
 
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
@@ -105,8 +103,8 @@ class Engine:
         """Queue a request; gives its id. ``labels`` are the other fields of ``Request`` (priority, client_id, cache_salt, ...).
 
         Targets that the request does not name itself (``deadline_s``, ``tpot_s``) are those of its ``service_class``.
-        ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What only the allocator can tell (it needs more blocks
-        than there are) comes as an ``Output`` with ``finish_reason="refused"``.
+        ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What
+        only the allocator can tell (it needs more blocks than there are) comes as an ``Output`` with ``finish_reason="refused"``.
         """
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
@@ -201,13 +199,13 @@ class Engine:
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
             predict(self.hooks, new)
-            refusals = self._admit(new)
+            refusals = admit(new, self.hooks, self.limits)
             for seq, refusal in zip(new, refusals, strict=True):
                 if refusal is None:
                     self.sessions.resume(step, seq)
                     self.state.add(seq)
                 else:
-                    step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.view.n)]
+                    step.outputs += refused(seq, refusal)
                     self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
             self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
@@ -235,30 +233,6 @@ class Engine:
     def _turn_away(self, step: Step, refused: list[tuple[Sequence, str]]) -> None:
         for seq, reason in refused:
             self._committer.end(step, [(seq, "refused")], self.executor.now(), reason)
-
-    def _admit(self, new: list[Sequence]) -> Seq[Refusal | None]:
-        answer = self.hooks.admit(sequences=tuple(s.view for s in new)) if self.hooks.has("admit") else None
-        if answer is None:
-            return [self._too_large(seq) for seq in new]
-        if len(answer) != len(new) or not all(r is None or isinstance(r, Refusal) for r in answer):
-            raise self.hooks.policy_error("admit", f"gave {answer!r} for {len(new)} sequences: None or a Refusal for each")
-        return answer
-
-    def _too_large(self, seq: Sequence) -> Refusal | None:
-        limits, view = self.limits, seq.view
-        tokens = view.num_prompt_tokens + view.max_tokens
-        blocks = -(-tokens // limits.block_size)
-        if blocks <= limits.num_blocks:
-            return None
-        return Refusal(
-            f"the request needs {blocks} KV blocks ({view.num_prompt_tokens} prompt + {view.max_tokens} output tokens, "
-            f"{limits.block_size} a block), but the pool has {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens)"
-        )
-
-    def _refused(self, seq: Sequence, refusal: Refusal, branch: int) -> Output:
-        return Output(
-            seq.request.id, seq.id, branch, (), "", "refused", error=refusal.reason, num_prompt_tokens=len(seq.tokens)
-        )
 
     def _look(self, step: Step) -> None:
         state = self.state
