@@ -1,7 +1,7 @@
 # make setup | serve | test | slow | lint | bench | docs.   make serve ARGS="allocator=paged frontend.port=8080"
 
 VENV ?= .venv
-PYTHON ?= $(firstword $(foreach version,3.11 3.12 3.13,$(shell command -v python$(version))) python3)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.quire-stamp
 ARGS ?=

@@ -3,7 +3,8 @@
     python -m benchmarks.allocator [--steps 400] [--repeat 5]
 
 No engine: sequences of up to 48 tokens decode in blocks of 16, and each step 2 to 10 of them end and are replaced, so that a step
-has about 22 new blocks and 6 prompts and releases. ``reserve`` + ``commit`` + ``release`` are timed together; shown is the least of the
+has about 22 new blocks and 6 prompts and releases. ``reserve`` + ``commit`` + ``release`` are timed together; shown is the
+least of the
 repetitions' medians (other work on the machine only adds). Prompts are random, so that prefix has no hits. The last line is machine
 readable: each allocator's worst figure over the sizes, the ratio of the largest pool to the smallest, what prefix costs over paged.
 """

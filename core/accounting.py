@@ -1,13 +1,15 @@
 """Where the pool's tokens are: one report a step, made by core from block tables and the pool, the same for every allocator.
 
-For each sequence with device blocks: its capacity is ``blocks x block_size``; ``written`` is what is computed; ``to_write`` is what it
+For each sequence with device blocks: its capacity is ``blocks x block_size``; ``written`` is what is computed; ``to_write``
+is what it
 will still write into the blocks it has (up to its declared limit, or its recorded length in a replay; the last token of an answer
 is never written); the rest is ``internal_waste``. Blocks with several owners are counted once: ``shared`` is what that saves.
 
-Of the free blocks, ``cached`` is those whose content can be found (the pool knows: ``BlockPool.keep``); they can be taken at any time,
+Of the free blocks, ``cached`` is those whose content can be found (the pool knows: ``BlockPool.keep``); they can be taken
+at any time,
 so they are not in use. ``external_waste`` is free blocks that no waiting sequence can use: the allocator says how many consecutive
-blocks each would reserve (hook ``reservations``), and the pool how many free blocks lie in shorter runs than the least of them. It is
-0 while nothing waits, and for allocators that take any free block.
+blocks each would reserve (hook ``reservations``), and the pool how many free blocks lie in shorter runs than the least of
+them. It is 0 while nothing waits, and for allocators that take any free block.
 """
 
 from __future__ import annotations

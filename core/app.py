@@ -29,8 +29,7 @@ class Ended(SystemExit):
         self.error = error
 
 
-@hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name=CONFIG_NAME)
-def run(config: DictConfig) -> dict[str, Any] | None:
+def task(config: DictConfig) -> dict[str, Any] | None:
     """Serve one config. A failing job of a sweep answers with a record, so that the others run and the summary is written."""
     job = HydraConfig.get()
     config = with_choices(config, job.runtime.choices)
@@ -43,6 +42,7 @@ def run(config: DictConfig) -> dict[str, Any] | None:
             _write(record, folder)
     except Exception as error:
         raise Ended(error) from error
+    _stop_if_aborted(record)
     if record is not None and record.get("status") == "failed":
         raise Ended(PolicyError(str(record.get("error", "the run failed"))))
     return record
@@ -58,7 +58,14 @@ def _run_job(config: DictConfig, folder: Path, number: int) -> dict[str, Any]:
         record = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     record = {"job": number, **record}
     _write(record, folder)
+    _stop_if_aborted(record)
     return record
+
+
+def _stop_if_aborted(record: dict[str, Any] | None) -> None:
+    """Ctrl-C ended the run early; what was measured is written, and now the command, or the sweep, ends too."""
+    if record is not None and record.get("status") == "aborted":
+        raise KeyboardInterrupt
 
 
 def serve(config: DictConfig) -> dict[str, Any] | None:
@@ -85,3 +92,7 @@ def _write(record: dict[str, Any], folder: Path) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+run = hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name=CONFIG_NAME)(task)
+"""Reads ``sys.argv``. Apart from ``task``, which launchers pickle by its name."""

@@ -164,7 +164,7 @@ class StepSpec:
         Called when the plan does not fit and every chunk left may preempt. Unplanned sequences first, then from the plan's end,
         never one ahead of the first chunk that does not fit (``plan.chunks[shortfall.num_fitting]``). A victim's chunk leaves the
         plan, which must keep at least one. ``SequenceView.private_blocks`` says what a victim would free; evictions that free nothing
-        and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running sequence, other than
+        (drop no reference) and shorten nothing are a ``PolicyError``. None: cannot help; core then preempts the newest running sequence, other than
         the plan's first, by recompute (counted ``forced``).
         """
 

@@ -66,14 +66,15 @@ class Relief:
         if evictions is None:
             return self._force(step, plan, shortfall)
         self._check_evictions(evictions, plan, shortfall)
-        free_before = self.state.pool.num_free
+        pool = self.state.pool
+        held_before = (pool.num_free, pool.num_extra_refs)
         for eviction in evictions:
             self._evict(step, self.state.sequences[eviction.sequence], eviction.kind)
         victims = {eviction.sequence for eviction in evictions}
         keep = tuple([c for c in plan.chunks if c.sequence not in victims])
         if not keep:
             raise self.hooks.policy_error("choose_victims", f"{tuple(evictions)} leave nothing of the plan: no progress")
-        if self.state.pool.num_free == free_before and len(keep) == len(plan.chunks):
+        if (pool.num_free, pool.num_extra_refs) == held_before and len(keep) == len(plan.chunks):
             raise self.hooks.policy_error("choose_victims", f"{tuple(evictions)} freed no block and shortened no plan")
         return attrs.evolve(plan, chunks=keep)
 

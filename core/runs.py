@@ -1,6 +1,7 @@
 """Free runs of blocks: finds a hole for a run of consecutive blocks without looking at every block.
 
-Three pictures of the same holes are kept: starts in ascending order (neighbours, to merge), (length, start) in ascending order (best
+Three pictures of the same holes are kept: starts in ascending order (neighbours, to merge), (length, start) in ascending
+order (best
 fit, largest), and a tree of maxima over the starts (first fit). A change costs O(log blocks) and one list insertion; a search
 O(log blocks). Whoever never asks for a run never pays for this: the block pool makes it at the first call.
 """

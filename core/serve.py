@@ -18,15 +18,17 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code."""
+    from hydra.core.hydra_config import HydraConfig
+
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     full = os.environ.get(FULL_ERROR) == "1"
-    before = sys.argv, os.environ.get(FULL_ERROR)
+    before = sys.argv, os.environ.get(FULL_ERROR), HydraConfig.instance().cfg
     sys.argv = ["quire", *sorted(arguments, key=_is_override)]  # flags may stand anywhere, also between overrides
     os.environ[FULL_ERROR] = "1"
     try:
         return _run(arguments, full)
     finally:
-        sys.argv = before[0]
+        sys.argv, HydraConfig.instance().cfg = before[0], before[2]
         if before[1] is None:
             del os.environ[FULL_ERROR]
 

@@ -1,8 +1,8 @@
 """What ``allocator=prefix`` knows of contents: an index of full blocks by a chain of keys, compared token by token on a hit.
 
 A block's key is a keyed blake2b hash of its parent's key and its own tokens, from a root made of ``cache_salt`` and a random key of
-this engine: keys can neither be guessed nor met under another salt. Since a hit compares tokens, parent by parent, a weak hash could
-lose hits but never give another prompt's KV.
+this engine: keys can neither be guessed nor met under another salt. Since a hit compares tokens, parent by parent, a weak
+hash could lose hits but never give another prompt's KV.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Entry:
 
 
 class Chain:
-    """What is known of one sequence's leading full blocks: entries found or offered so far, and the key of the block behind them."""
+    """What is known of one sequence's leading full blocks: entries found or offered so far, and the key of the block behind
+    them.
+    """
 
     __slots__ = ("entries", "root", "next", "epoch")
 
@@ -166,7 +168,7 @@ class ContentIndex:
     def fork(self, parent: SequenceView, child: SequenceView) -> None:
         """The child begins with its parent's blocks."""
         known = self.chain(parent)
-        chain = self.chains[child.id] = Chain(known.root, self._epoch)
+        chain = self.chains[child.id] = Chain(known.root, known.epoch)  # not today's: the parent's entries were not looked at since
         chain.entries = list(known.entries)
 
     def prune(self, living: Mapping[int, SequenceView]) -> None:

@@ -58,6 +58,11 @@ OUTPUT: dict[str, Callable[[SequenceView], int]] = {"declared": _declared, "pow2
 """Output tokens that a slot has room for, by ``reserve``; ``limit`` looks at no request."""
 
 
+def _known_rule(instance: object, attribute: attrs.Attribute, value: object) -> None:
+    if value != "limit" and value not in OUTPUT:
+        raise ValueError(f"'reserve' must be one of limit, {', '.join(OUTPUT)}, got {value!r}")
+
+
 @attrs.define(eq=False)
 class NaiveAllocator:
     """Reserve to the maximum. ``fit``: the lowest hole that is long enough, or the shortest.
@@ -67,9 +72,7 @@ class NaiveAllocator:
     a branch without a hole computes the prompt again.
     """
 
-    reserve_for: Reserve = attrs.field(
-        default="limit", alias="reserve", validator=attrs.validators.in_(("limit", *OUTPUT))
-    )
+    reserve_for: Reserve = attrs.field(default="limit", alias="reserve", validator=_known_rule)
     fit: Literal["first", "best"] = attrs.field(default="first", validator=attrs.validators.in_(("first", "best")))
     _pool: BlockPool = attrs.field(init=False, default=None)
     _max_model_len: int = attrs.field(init=False, default=0)

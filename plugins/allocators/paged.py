@@ -18,7 +18,8 @@ from core.types import HOLE, NO_CHANGE, EngineInfo, Lease, Move, Plan, Release, 
 class PagedAllocator:
     """Takes the block that has been free longest; gives a sequence's blocks back in table order, so that runs stay runs.
 
-    Take and give are O(1) a block, for any block size. Internal waste is the tail of each last block, less than ``block_size`` tokens a
+    Take and give are O(1) a block, for any block size. Internal waste is the tail of each last block, less than
+    ``block_size`` tokens a
     sequence; external waste does not exist. A write into a block with several owners gets a copy of it (copy on write); the last
     owner writes in place.
     """

@@ -1,13 +1,14 @@
 """``allocator=prefix``: paged, and full blocks are shared across requests by what they hold.
 
-Life of a cached block: ``commit`` offers it, whether a prompt or decode wrote it; when its last holder releases it, it goes to the back
+Life of a cached block: ``commit`` offers it, whether a prompt or decode wrote it; when its last holder releases it, it goes
+to the back
 of the pool's free queue and can still be found (a sequence's tail before its head); a hit takes it out again; when ``take`` reuses
 it, it cannot be found any more. A fully cached prompt computes its last block again, into a block of its own: so logits exist and
 nothing shared is written. Two sequences that write the same tokens at the same time each keep their own block; one is found.
 
 Sources: block hash chains over a free queue that is the LRU are vLLM's automatic prefix caching (Kwon et al., "Efficient Memory
-Management for Large Language Model Serving with PagedAttention", SOSP 2023, shared prefix); evicting leaves first is RadixAttention's
-(Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
+Management for Large Language Model Serving with PagedAttention", SOSP 2023, shared prefix); evicting leaves first is
+RadixAttention's (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2024).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _known_order(instance: object, attribute: attrs.Attribute, value: object) ->
 
 @attrs.define(eq=False)
 class PrefixAllocator:
-    """``evict``: which cached block goes first. ``host``: an evicted block goes to free swap space where copying it out and in again is
+    """``evict``: which cached block goes first. ``host``: an evicted block goes to free swap space where copying it out and
+    in again is
     cheaper than computing it again (core/cost.py), and comes back on a hit; swapped sequences take that space before the cache.
 
     Hits are looked up when a sequence starts, also after a preemption by recompute. Requests share only within a ``cache_salt``.
@@ -269,7 +271,9 @@ class PrefixAllocator:
         return True
 
     def cached_blocks(self) -> Iterator[tuple[str, int, int, list[int]]]:
-        """Everything that can be found, as ("device" or "host", block id, position of its first token, its token ids): for tests."""
+        """Everything that can be found, as ("device" or "host", block id, position of its first token, its token ids): for
+        tests.
+        """
         for entry in self._index.entries.values():
             where, block = ("device", entry.block) if entry.block != HOLE else ("host", entry.host)
             yield where, block, entry.depth * self._pool.block_size, entry.token_ids()

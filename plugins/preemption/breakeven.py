@@ -27,6 +27,8 @@ class BreakEven:
 
     @staticmethod
     def _evict(view: View, sequence: SequenceView) -> Eviction:
+        if not sequence.private_blocks:
+            return Eviction(sequence.id, "recompute")  # shared blocks stay on the device: a swap would free nothing
         to_move = min(sequence.private_blocks * view.block_size, sequence.num_computed_tokens)
         swap_s = view.cost.swap_s(to_move)
         recompute_s = view.cost.recompute_s(sequence.num_computed_tokens)

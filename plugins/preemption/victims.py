@@ -8,8 +8,10 @@ from core.types import HOLE, Chunk, Plan, SequenceView, Shortfall, View
 def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[SequenceView]:
     """As few sequences as make the plan fit: unplanned ones, youngest first, then from the plan's end.
 
-    None ahead of the first chunk that does not fit, and never the plan's first. Counts what a victim frees (its private blocks) and what its own chunk no
-    longer asks for. May be too few when blocks are fragmented: core asks again.
+    None ahead of the first chunk that does not fit, and never the plan's first. Counts what a victim frees (its private blocks) and
+    what its own chunk no longer asks for; one that would free nothing is left alone. Where all do, because branches share what
+    they hold, the youngest goes alone: dropping its references may let the last owner write in place. May be too few when
+    blocks are fragmented: core asks again.
     """
     planned = {chunk.sequence: chunk for chunk in plan.chunks}
     running = {sequence.id: sequence for sequence in view.running}
@@ -22,10 +24,10 @@ def youngest_first(view: View, plan: Plan, shortfall: Shortfall) -> list[Sequenc
         if missing <= 0:
             break
         gain = sequence.private_blocks + _asked(sequence, planned.get(sequence.id), view.block_size)
-        if gain or sequence.id in planned:  # not an unplanned branch whose blocks its siblings hold too
+        if gain:
             victims.append(sequence)
             missing -= gain
-    return victims
+    return victims or (unplanned + behind)[:1]
 
 
 def _asked(sequence: SequenceView, chunk: Chunk | None, size: int) -> int:

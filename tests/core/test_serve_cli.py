@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -19,6 +20,17 @@ from tests.dists import HEADER, add_dist, offers
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ["executor=toy", "frontend=replay", "frontend.progress=false", "workload.num_requests=4", "cache.num_blocks=64"]
+
+
+FAULTY = """
+class Faulty:
+    def __init__(self, **fields):
+        pass
+
+    @hookimpl
+    def plan_step(self, view):
+        raise ValueError("bug")
+"""
 
 
 def environment(tmp_path, *paths):
@@ -142,12 +154,7 @@ def test_http_cannot_be_swept(here, capfd):
 
 def test_a_plugins_fault_is_exit_code_1_and_names_it(tmp_path):
     site = tmp_path / "site"
-    add_dist(
-        site,
-        "faulty",
-        offers("scheduler", "faulty", "faulty.Faulty")
-        + "class Faulty:\n    def __init__(self, **fields):\n        pass\n\n    @hookimpl\n    def plan_step(self, view):\n        raise ValueError('bug')\n",
-    )
+    add_dist(site, "faulty", offers("scheduler", "faulty", "faulty.Faulty") + FAULTY)
     done = serve(tmp_path, *TOY, "scheduler._target_=faulty.Faulty", paths=[site])
     assert done.returncode == 1
     assert "faulty 1.0: scheduler=chunked plan_step: ValueError: bug" in done.stderr
@@ -265,3 +272,19 @@ def test_a_job_gives_the_same_in_a_sweep_and_alone(here, capfd):
         for key in ("job", "overrides", "manifest", "stage_seconds"):
             record.pop(key, None)
     assert sweep[0] == sweep[2] == alone
+
+
+def test_launchers_can_send_the_task_by_reference():
+    from core import app
+
+    assert pickle.loads(pickle.dumps(app.task)) is app.task
+
+
+def test_ctrl_c_keeps_what_was_measured_and_ends_the_sweep(here, monkeypatch):
+    from core.frontends.replay import ReplayFrontend
+
+    monkeypatch.setattr(ReplayFrontend, "run", lambda self, started: {"status": "aborted"})
+    assert main(TOY) == 130
+    assert json.loads(only("outputs/*/*/result.json", here).read_text()) == {"status": "aborted"}
+    assert main(["-m", *TOY, "seed=0,1"]) == 130
+    assert [path.name for path in here.glob("multirun/*/*/*") if path.is_dir()] == ["0"]

@@ -54,7 +54,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers_and_others_go_on()
 
 @pytest.mark.parametrize("bad", [{"reserve": "max"}, {"fit": "worst"}, {"reserve": None}])
 def test_unknown_rules_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'first', 'best'|'limit', 'declared'"):
+    with pytest.raises(ValueError, match="'first', 'best'|one of limit, declared"):
         NaiveAllocator(**bad)
 
 
