@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  # prompts x n of one call
 MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
 MAX_STRUCTURE_CHARS = 65_536
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 MAX_SALT_CHARS = 256
 
 
@@ -57,7 +58,9 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
         _tokens("allowed_token_ids", params.allowed_token_ids, vocab_size)
         if not params.allowed_token_ids:
             raise RequestError("allowed_token_ids must name at least one token, got none", "allowed_token_ids")
-    for name, entries in (("logit_bias", params.logit_bias), ("bad_words", params.bad_words)):
+    for name, entries, kind in (("logit_bias", params.logit_bias, Mapping), ("bad_words", params.bad_words, tuple)):
+        if not isinstance(entries, kind):
+            raise RequestError(f"{name} must be a {kind.__name__.lower()}, got {entries!r:.200}", name)
         if len(entries) > MAX_TOKEN_LISTS:
             raise RequestError(f"{name} takes at most {MAX_TOKEN_LISTS} entries, got {len(entries)}", name)
     for token, bias in params.logit_bias.items():
@@ -66,7 +69,7 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
     for word in params.bad_words:
         _tokens("bad_words", word, vocab_size)
         if not 1 <= len(word) <= MAX_TOKEN_LISTS:
-            raise RequestError(f"a bad word must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
+            raise RequestError(f"a word of bad_words must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
 
 
 def bad_word_ids(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
@@ -79,8 +82,8 @@ def _structure(params: SamplingParams) -> None:
     structure = params.structure
     if structure is None:
         return
-    if not isinstance(structure, Structure) or not isinstance(structure.text, str):
-        raise RequestError(f"structure must be a Structure, got {type(structure).__name__}", "structure")
+    if not isinstance(structure, Structure) or structure.kind not in KINDS or not isinstance(structure.text, str):
+        raise RequestError(f"structure must be a text of kind {', '.join(KINDS)}, got {structure!r:.200}", "structure")
     if len(structure.text) > MAX_STRUCTURE_CHARS:
         raise RequestError(
             f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}", structure.kind
