@@ -59,8 +59,7 @@ class FairScheduler:
         self._first = {}
         counters = {client: self._counters[client] for client in queues}
         while counters:
-            # of equals the one that has waited longest: new clients keep coming in at the least counter
-            client = min(counters, key=lambda name: (counters[name], queues[name][0].arrival_s, queues[name][0].id))
+            client = min(counters, key=lambda name: (counters[name], queues[name][0].queued_s, queues[name][0].id))
             sequence = queues[client].popleft()
             if not room.fits(sequence):
                 break  # nobody is skipped: blocks that become free are kept for the least served
