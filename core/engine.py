@@ -98,7 +98,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------- from any thread
 
     def submit(
-        self, prompt_token_ids: Seq[int], params: SamplingParams | None = None, *, arrival_s: float | None = None, **labels: Any
+        self,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        arrival_s: float | None = None,
+        **labels: Any,
     ) -> int:
         """Queue a request; gives its id. ``labels`` are the other fields of ``Request`` (priority, client_id, cache_salt, ...).
 
@@ -114,7 +119,9 @@ class Engine:
         if params.structure is not None:
             labels["grammar"] = self.grammars.compile(params.structure)
         id = self._next_id()
-        if params.prompt_logprobs is not None:  # a namespace of its own: what another request computed has no logits to score
+        if (
+            params.prompt_logprobs is not None
+        ):  # a namespace of its own: what another request computed has no logits to score
             labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
         request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
         self._commands.put_request(request)
@@ -134,7 +141,9 @@ class Engine:
         Sequences that run keep their blocks, which are no longer offered to others. ``RequestError`` when the allocator caches nothing.
         """
         if not self.hooks.has("reset_cache"):
-            raise RequestError(f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset")
+            raise RequestError(
+                f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset"
+            )
         self._commands.put("reset_cache", None)
 
     def has_work(self) -> bool:
@@ -247,7 +256,9 @@ class Engine:
             counts = self.hooks.cached_tokens(sequences=head)
             if counts is not None:
                 if len(counts) != len(head):
-                    raise self.hooks.policy_error("cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences")
+                    raise self.hooks.policy_error(
+                        "cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences"
+                    )
                 state.cached_tokens.update((v.id, n) for v, n in zip(head, counts, strict=True) if n)
         step.mark("look")
 

@@ -69,7 +69,9 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
     for word in params.bad_words:
         _tokens("bad_words", word, vocab_size)
         if not 1 <= len(word) <= MAX_TOKEN_LISTS:
-            raise RequestError(f"a word of bad_words must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
+            raise RequestError(
+                f"a word of bad_words must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words"
+            )
 
 
 def bad_word_ids(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
@@ -86,10 +88,13 @@ def _structure(params: SamplingParams) -> None:
         raise RequestError(f"structure must be a text of kind {', '.join(KINDS)}, got {structure!r:.200}", "structure")
     if len(structure.text) > MAX_STRUCTURE_CHARS:
         raise RequestError(
-            f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}", structure.kind
+            f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}",
+            structure.kind,
         )
     if params.ignore_eos:
-        raise RequestError("ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos")
+        raise RequestError(
+            "ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos"
+        )
 
 
 def check_salt(salt: object) -> None:
@@ -100,7 +105,9 @@ def check_salt(salt: object) -> None:
         raise RequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(salt)}", "cache_salt")
 
 
-def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
+def check_params(
+    params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int
+) -> SamplingParams:
     """Check every field and settle ``max_tokens``; ``RequestError`` names the field, the value and what is allowed."""
     _number("temperature", params.temperature, 0, 100, "a finite number from 0 to 100")
     _number("top_p", params.top_p, 0, 1, "a number above 0 and at most 1", low_open=True)
@@ -130,7 +137,9 @@ def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int,
             "max_tokens",
         )
     if params.min_tokens > params.max_tokens:
-        raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens")
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens"
+        )
     return params
 
 

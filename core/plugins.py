@@ -68,7 +68,9 @@ class EngineHooks:
     def __init__(self, chosen: Sequence[Chosen], observer_errors: str = "raise"):
         self.chosen = tuple(chosen)
         self.disabled: list[str] = []
-        self.passed_over: dict[str, None] = {}  # why a kernel that was asked first did not serve a case; in order, once each
+        self.passed_over: dict[
+            str, None
+        ] = {}  # why a kernel that was asked first did not serve a case; in order, once each
         self._observer_errors = observer_errors
         self._closed = False
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)

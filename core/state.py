@@ -80,7 +80,9 @@ class Sequence:
         "first_scheduled_s",
     )
 
-    def __init__(self, request: Request, params: SamplingParams, seed: int, pool: BlockPool, *, id: int, branch: int = 0):
+    def __init__(
+        self, request: Request, params: SamplingParams, seed: int, pool: BlockPool, *, id: int, branch: int = 0
+    ):
         self.request = request
         self.params = params
         self.status = Status.WAITING
@@ -349,7 +351,9 @@ class State:
         assert not self.sequences and not self.views, f"{len(self.sequences)} sequences are left"
         assert not self.requests, f"requests {sorted(self.requests)} are left"
         assert not self.sessions and not self.idle, f"{len(self.sessions)} sessions are kept"
-        assert not self.running and not self.waiting and not self.parked, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        assert not self.running and not self.waiting and not self.parked, (
+            f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        )
         assert self.pool.num_free == self.pool.num_blocks, f"{self.pool.num_used} blocks are not free"
         assert self.swap.num_free == self.swap.num_blocks, f"{self.swap.num_used} host blocks are not free"
         assert len(self._rows) == self.limits.max_num_seqs, "batch rows are left occupied"

@@ -151,7 +151,9 @@ class _Words:
 
 
 def _size(structure: Structure) -> int:
-    return 131_072 + 64 * len(structure.text)  # measured: 123 kB for a schema of 250 characters, a part of its answer parsed
+    return 131_072 + 64 * len(
+        structure.text
+    )  # measured: 123 kB for a schema of 250 characters, a part of its answer parsed
 
 
 def _schema(text: str, matcher: Any) -> str:

@@ -34,15 +34,23 @@ def provide_policies() -> list[Policy]:
         Policy("model", "llama3-70b", "core.shapes.Described", "described: Llama 3.1 70B over 4 cards"),
         Policy("allocator", "paged", "plugins.allocators.paged.PagedAllocator", "blocks on demand, one at a time"),
         Policy(
-            "allocator", "naive", "plugins.allocators.naive.NaiveAllocator", "one run a sequence, forks copy, no sharing"
+            "allocator",
+            "naive",
+            "plugins.allocators.naive.NaiveAllocator",
+            "one run a sequence, forks copy, no sharing",
         ),
         Policy(
-            "allocator", "prefix", "plugins.allocators.prefix.PrefixAllocator", "paged, shared across requests by content"
+            "allocator",
+            "prefix",
+            "plugins.allocators.prefix.PrefixAllocator",
+            "paged, shared across requests by content",
         ),
         Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
-        Policy("scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"),
+        Policy(
+            "scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"
+        ),
         Policy("scheduler", "fcfs", "plugins.schedulers.fcfs.FcfsScheduler", "whole prompts first, in arrival order"),
         Policy("scheduler", "priority", "plugins.schedulers.priority.PriorityScheduler", "the most important first"),
         Policy("scheduler", "sjf", "plugins.schedulers.sjf.SjfScheduler", "the shortest predicted work first"),

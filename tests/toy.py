@@ -24,7 +24,9 @@ STEP_CAP = 3000
 
 
 def chosen(kind: str, plugin: Any) -> Chosen:
-    return Chosen(kind, type(plugin).__name__.lower(), plugin, "tests", "0", f"{type(plugin).__module__}.{type(plugin).__name__}")
+    return Chosen(
+        kind, type(plugin).__name__.lower(), plugin, "tests", "0", f"{type(plugin).__module__}.{type(plugin).__name__}"
+    )
 
 
 @attrs.define
@@ -45,7 +47,12 @@ class Work:
 
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n, stop=self.stop, detokenize=bool(self.stop)
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            n=self.n,
+            stop=self.stop,
+            detokenize=bool(self.stop),
         )
 
 

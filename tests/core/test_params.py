@@ -39,7 +39,10 @@ def test_a_temperature_must_be_finite_and_not_negative(engine, value: Any) -> No
         ("stop", [("",), ("a", "b", "c", "d", "e"), ("x" * 2000,), (5,)]),
         ("stop_token_ids", [(VOCAB,), (-1,), (1.5,), 5]),
         ("allowed_token_ids", [(VOCAB,), (-1,), (), (True,), 5]),
-        ("logit_bias", [{VOCAB: 1}, {-1: 1}, {"1": 1}, {1: math.nan}, {1: 101}, {1: True}, [1], dict.fromkeys(range(1025), 1)]),
+        (
+            "logit_bias",
+            [{VOCAB: 1}, {-1: 1}, {"1": 1}, {1: math.nan}, {1: 101}, {1: True}, [1], dict.fromkeys(range(1025), 1)],
+        ),
         ("bad_words", [((VOCAB,),), ((),), (5,), "x", ((1,),) * 1025, ((1,) * 1025,)]),
         ("min_p", [-0.1, 1.1, math.nan, True]),
         ("repetition_penalty", [0, -1, math.inf, math.nan, 101, "1"]),

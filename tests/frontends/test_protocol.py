@@ -49,7 +49,12 @@ def test_every_served_field_reaches_the_engine(read: Any) -> None:
         "presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"5": 1, "07": -100}, "allowed_token_ids": [5, 7],
         "prompt_logprobs": 3, "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
-    changed = {"stop": ("a", "b"), "stop_token_ids": (1, 2), "logit_bias": {5: 1.0, 7: -100.0}, "allowed_token_ids": (5, 7)}
+    changed = {
+        "stop": ("a", "b"),
+        "stop_token_ids": (1, 2),
+        "logit_bias": {5: 1.0, 7: -100.0},
+        "allowed_token_ids": (5, 7),
+    }
     expected = SamplingParams(**{**asked, **changed})
     assert read(**asked).params() == expected
 
