@@ -160,7 +160,7 @@ class EngineHooks:
 
     def select_kernel(self, case: AttentionCase) -> AttentionKernel:
         """The first chosen kernel that takes this case; ConfigError with every reason when none does."""
-        reasons = []
+        reasons: list[str] = []
         for one, impl in self.impls("select_kernel"):
             given = _at_start(one, "select_kernel", impl, case=case)
             if given is None:
