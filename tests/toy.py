@@ -163,9 +163,7 @@ def run(
             ids[i] = engine.submit(
                 work[i].prompt,
                 work[i].params(),
-                cache_salt=work[i].salt,
-                recorded_output_tokens=work[i].recorded,
-                **work[i].labels,
+                **{"cache_salt": work[i].salt, "recorded_output_tokens": work[i].recorded, **work[i].labels},
             )
             index[ids[i]] = i
         for i, request_id in ids.items():
