@@ -1,6 +1,6 @@
 """Decode attention over a paged cache against the machine's read bandwidth, and against other ways to hold the cache.
 
-    python -m benchmarks.attention --kernel cpu --sequences 32 --context 512 [--threads 2] [--repeat 9]
+    python -m benchmarks.attention --kernel cpu --sequences 32 --context 512 [--threads 2] [--repeat 9] [--clock wall]
 
 The shape is SmolLM2-135M's unless told otherwise: 30 layers, 9 heads, 3 KV heads, head_dim 64, float32. All ways read the
 same memory and take turns: `contiguous` (one block a sequence, in order), `paged` with permuted blocks of every size
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from benchmarks.timing import add_arguments, ratio, set_up, take_turns
 from core.hugepages import huge_empty
 from core.kernel import AttentionKernel, LayerInfo
 from core.types import Batch
@@ -68,7 +68,9 @@ def attention_run(
     batch = decode_batch(args.sequences, args.context, block_size, permuted)
     inner = (block_size, args.kv_heads, args.head_dim)
     num_blocks = batch.block_tables.size
-    shape = (num_blocks, args.layers, 2, *inner) if args.layout == "block_major" else (args.layers, 2, num_blocks, *inner)
+    shape = (
+        (num_blocks, args.layers, 2, *inner) if args.layout == "block_major" else (args.layers, 2, num_blocks, *inner)
+    )
     pool = memory[: int(np.prod(shape))].view(shape)
     blocks = pool if args.layout == "block_major" else pool.permute(2, 0, 1, 3, 4, 5)
     infos = [
@@ -92,23 +94,6 @@ def attention_run(
     return run
 
 
-def take_turns(runs: dict[str, Callable[[], object]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of every run in every turn, after one turn that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeat + 1):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
-
-
-def ratio(above: list[float], below: list[float]) -> float:
-    """The median of the ratios of two runs within a turn."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -122,10 +107,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--layout", default="block_major", choices=["block_major", "layer_major"])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=9)
+    add_arguments(parser, repeat=9)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    set_up(args)
     sizes = list(dict.fromkeys([args.block_size, *args.block_sizes]))
     tokens = args.sequences * max(-(-args.context // size) * size for size in [*sizes, args.context])
     memory = huge_empty((tokens * args.layers * 2 * args.kv_heads * args.head_dim,), torch.float32).fill_(0.01)
@@ -137,7 +121,7 @@ def main() -> None:
     if args.kernel != "torch":
         runs["gather"] = attention_run(args, memory, "torch", 16, True)
     with torch.inference_mode():
-        seconds = take_turns(runs, args.repeat)
+        seconds = take_turns(runs, args.repeat, args.clock)
     num_bytes, read = used.numel() * 4, seconds["read"]
     chosen = seconds[f"paged {args.block_size}"]
     print(f"{args.sequences} x {args.context} tokens, {num_bytes / 1e6:.0f} MB of K and V, {args.threads} threads")

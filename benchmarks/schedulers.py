@@ -67,7 +67,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float,
 
 def say_ratio(what: str, above: Sequence[float], below: Sequence[float], promise: str) -> None:
     mean, low, high = ratio(above, below)
-    print(f"  {what}: ratio {mean:.4g} [{low:.4g}, {high:.4g}]   promise: {promise}", flush=True)
+    print(f"  {what}: ratio {mean:.5g} [{low:.5g}, {high:.5g}]   promise: {promise}", flush=True)
 
 
 def say_mean(what: str, values: Sequence[float], unit: str = "") -> None:
@@ -138,21 +138,24 @@ def goodput(seeds: range) -> None:
 
 def preemption(seeds: range) -> None:
     """Promise: breakeven within 3 % of the better of the two everywhere, and strictly better than both on at least one mix."""
-    for link in (8, 16, 24, 32, 40, 48, 64):
-        word = f"machine.link_bytes_per_s={link}e9"
-        by = {
-            k: [run("preemption", s, f"preemption={k}", word) for s in seeds]
-            for k in ("swap", "recompute", "breakeven")
-        }
-        seconds = {kind: [record["duration_s"] for record in records] for kind, records in by.items()}
-        better = min("swap", "recompute", key=lambda kind: statistics.fmean(seconds[kind]))
-        kinds = {kind: sum(record["preemptions"][kind] for record in by["breakeven"]) for kind in ("swap", "recompute")}
-        print(
-            f"  {link} GB/s: breakeven swapped {kinds['swap']} and recomputed {kinds['recompute']}; better of the two: {better}"
-        )
-        say_ratio(f"{link} GB/s: time, breakeven / {better}", seconds["breakeven"], seconds[better], "<= 1.03")
-        for kind in ("swap", "recompute"):
-            say_ratio(f"{link} GB/s: time, {kind} / breakeven", seconds[kind], seconds["breakeven"], "> 1 on some mix")
+    for experiment, links in (("preemption", (8, 16, 24, 32, 40, 48, 64)), ("preemption_long", (8, 24, 64))):
+        for link in links:
+            _one_link(experiment, link, seeds)
+
+
+def _one_link(experiment: str, link: int, seeds: range) -> None:
+    word = f"machine.link_bytes_per_s={link}e9"
+    by = {k: [run(experiment, s, f"preemption={k}", word) for s in seeds] for k in ("swap", "recompute", "breakeven")}
+    seconds = {kind: [record["duration_s"] for record in records] for kind, records in by.items()}
+    better = min("swap", "recompute", key=lambda kind: statistics.fmean(seconds[kind]))
+    kinds = {kind: sum(record["preemptions"][kind] for record in by["breakeven"]) for kind in ("swap", "recompute")}
+    name = f"{experiment}, {link} GB/s"
+    print(
+        f"  {name}: breakeven swapped {kinds['swap']} and recomputed {kinds['recompute']}; better of the two: {better}"
+    )
+    say_ratio(f"{name}: time, breakeven / {better}", seconds["breakeven"], seconds[better], "<= 1.03")
+    for kind in ("swap", "recompute"):
+        say_ratio(f"{name}: time, {kind} / breakeven", seconds[kind], seconds["breakeven"], "> 1 for both on some mix")
 
 
 def prediction(seeds: range) -> None:

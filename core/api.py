@@ -19,9 +19,9 @@ import attrs
 
 from core.config import compose
 from core.engine import Engine
-from core.params import check_request
+from core.params import bad_word_ids, check_request
 from core.start import Started, start
-from core.types import FinishReason, Output, QuireError, RequestError, SamplingParams, TokenLogprobs
+from core.types import FinishReason, Output, QuireError, RequestError, SamplingParams, Structure, TokenLogprobs
 
 Params = SamplingParams | Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -38,6 +38,7 @@ class Completion:
     num_cached_tokens: int
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of each prompt token but the first
 
 
 def build(overrides: Sequence[str] = ()) -> Quire:
@@ -90,6 +91,7 @@ class Quire:
 
     def _serve(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]:
         engine = self.engine
+        params = [_with_words(each, engine.tokenizer) for each in params]
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
                 check_request(tuple(prompt), each, engine.model, engine.limits)
@@ -151,6 +153,7 @@ def _completion(outputs: Sequence[Output]) -> Completion:
         num_cached_tokens=last.num_cached_tokens,
         stop_reason=last.stop_reason,
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        prompt_logprobs=outputs[0].prompt_logprobs,
     )
 
 
@@ -180,6 +183,14 @@ def _params_for(params: Params | Iterable[Params] | None, num_prompts: int) -> l
     return listed
 
 
+def _with_words(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Bad words that are texts become token ids."""
+    if not any(isinstance(word, str) for word in params.bad_words):
+        return params
+    words = [[word] if not isinstance(word, str) else bad_word_ids(word, tokenizer) for word in params.bad_words]
+    return attrs.evolve(params, bad_words=tuple(ids for spellings in words for ids in spellings))
+
+
 def _sampling_params(params: Params) -> SamplingParams:
     """A SamplingParams, from a mapping if need be; its lists become tuples, and one stop string is one."""
     if isinstance(params, SamplingParams):
@@ -193,7 +204,12 @@ def _sampling_params(params: Params) -> SamplingParams:
     values = dict(params)
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
+    structure = values.get("structure")
+    if isinstance(structure, Mapping):  # {"regex": "[0-9]+"}
+        if len(structure) != 1:
+            raise RequestError(f"structure takes one kind and its text, got {dict(structure)!r}", "structure")
+        values["structure"] = Structure(*next(iter(structure.items())))
     return SamplingParams(**values)

@@ -123,7 +123,7 @@ def sampling_batch(runs: Iterable[Run]) -> SamplingBatch:
     for run in runs:
         seq, _, end = run
         if seq.scores is not None:
-            scored += [(seq.tokens[at + 1], seq.params.prompt_logprobs) for at in to_score(run)]
+            scored += [(seq.tokens[at + 1], seq.params.prompt_logprobs or 0) for at in to_score(run)]
         if end != len(seq.tokens):
             continue
         row += 1

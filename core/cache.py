@@ -13,6 +13,7 @@ read both list block_major first, and that is the default.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import attrs
 import torch
 
 from core.hugepages import ask_for_huge_pages
-from core.kernel import Layout
+from core.kernel import SCALED, CopiesBlocks, Layout, scaled_bytes
 from core.types import CacheConfig, ConfigError, Move, MoveKind
 
 CPU_POOL_BYTES = 2 * 2**30
@@ -39,9 +40,21 @@ class KVShape:
     dtype: torch.dtype
 
     @property
+    def scaled(self) -> bool:
+        """Whether values are stored with scales (``core.kernel.SCALED``)."""
+        return str(self.dtype).removeprefix("torch.") in SCALED
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of K and V of one token in all layers, scales included."""
+        head = self.head_dim * self.dtype.itemsize + (4 if self.scaled else 0)
+        return 2 * self.num_layers * self.num_kv_heads * head
+
+    def part(self, block_size: int) -> tuple[int, ...]:
+        """Shape of one block's K (or V) of one layer, as it is stored: [S, H_kv, D], or bytes with their scales behind."""
+        if self.scaled:
+            return (scaled_bytes(block_size, self.num_kv_heads, self.head_dim),)
+        return (block_size, self.num_kv_heads, self.head_dim)
 
 
 class KVCache:
@@ -65,19 +78,20 @@ class KVCache:
         zero: bool = False,
     ):
         self.shape, self.layout, self.block_size = shape, layout, block_size
-        self.block_bytes = shape.token_bytes * block_size
-        block = (block_size, shape.num_kv_heads, shape.head_dim)
+        block = shape.part(block_size)
+        stored_as = torch.int8 if shape.scaled else shape.dtype
+        self.block_bytes = 2 * shape.num_layers * math.prod(block) * stored_as.itemsize
         stored = (
             (num_blocks, shape.num_layers, 2, *block)
             if layout == "block_major"
             else (shape.num_layers, 2, num_blocks, *block)
         )
-        self.pool = _allocate(stored, shape.dtype, device, f"{num_blocks} KV blocks of {block_size} tokens")
+        self.pool = _allocate(stored, stored_as, device, f"{num_blocks} KV blocks of {block_size} tokens")
         host_shape = (num_swap_blocks, shape.num_layers, 2, *block)
         self.host = _allocate(
-            host_shape, shape.dtype, torch.device("cpu"), "host swap pool", pinned=device.type == "cuda"
+            host_shape, stored_as, torch.device("cpu"), "host swap pool", pinned=device.type == "cuda"
         )
-        self.blocks = self.pool if layout == "block_major" else self.pool.permute(2, 0, 1, 3, 4, 5)
+        self.blocks = self.pool if layout == "block_major" else self.pool.movedim(2, 0)
         if poison:
             self.poison()
         if zero:
@@ -86,36 +100,75 @@ class KVCache:
 
     def poison(self) -> None:
         """Fill both pools with NaN: from now on, a slot that is read before it is written shows."""
-        self.pool.fill_(float("nan"))
-        self.host.fill_(float("nan"))
+        nan = -1 if self.shape.scaled else float("nan")  # bytes of ones: a NaN as a scale
+        self.pool.fill_(nan)
+        self.host.fill_(nan)
 
     def layer_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """K and V views of each layer, [N, S, H_kv, D]; writes go to the pool."""
         layers = range(self.shape.num_layers)
-        return [self.blocks[:, layer, 0] for layer in layers], [self.blocks[:, layer, 1] for layer in layers]
+        k, v = ([self._view(self.blocks[:, layer, half]) for layer in layers] for half in (0, 1))
+        return k, v
 
-    def run_moves(self, moves: Sequence[Move]) -> None:
+    def _view(self, part: torch.Tensor) -> torch.Tensor:
+        if not self.shape.scaled:
+            return part
+        size = (len(part), self.block_size, self.shape.num_kv_heads, self.shape.head_dim)
+        strides = (part.stride(0), size[2] * size[3], size[3], 1)
+        return part.as_strided(size, strides, part.storage_offset()).view(self.shape.dtype)
+
+    def run_moves(self, moves: Sequence[Move], copier: CopiesBlocks | None = None) -> None:
         """Copy whole blocks, with the result of doing the moves one after the other in their order.
 
-        On a GPU the copies are queued on the current stream, before the forward pass that is queued next.
+        On a GPU the copies are queued on the current stream, before the forward pass that is queued next; ``copier`` makes
+        one launch of many.
         """
         spaces = {
             "copy": (self.blocks, self.blocks),
             "swap_out": (self.blocks, self.host),
             "swap_in": (self.host, self.blocks),
         }
+        if copier is not None:
+            for kind, pairs in independent(moves):
+                read, write = spaces[kind]
+                for source, destination in pairs:
+                    _check(kind, source, destination, 1, read, write)
+                copier.copy_blocks(read, write, pairs)
+            return
         for kind, source, destination, count in runs(moves):
             read, write = spaces[kind]
-            if not (0 <= source <= len(read) - count and 0 <= destination <= len(write) - count):
-                raise IndexError(
-                    f"{kind} {source} -> {destination}: the pools have {len(read)} and {len(write)} blocks"
-                )
+            _check(kind, source, destination, count, read, write)
             write[destination : destination + count].copy_(read[source : source + count], non_blocking=True)
 
     def close(self) -> None:
         """Drop the tensors."""
         empty = self.host.new_empty(0)
         self.pool = self.host = self.blocks = empty
+
+
+def _check(kind: MoveKind, source: int, destination: int, count: int, read: torch.Tensor, write: torch.Tensor) -> None:
+    if not (0 <= source <= len(read) - count and 0 <= destination <= len(write) - count):
+        raise IndexError(f"{kind} {source} -> {destination}: the pools have {len(read)} and {len(write)} blocks")
+
+
+def independent(moves: Sequence[Move]) -> Iterator[tuple[MoveKind, list[tuple[int, int]]]]:
+    """(kind, pairs): successive moves of one kind that may run in any order: no block of a group is written twice, or
+    both read and written.
+    """
+    kind, pairs, read, written = None, [], set(), set()
+    for move in moves:
+        clash = move.destination in written
+        if move.kind == "copy":  # source and destination are one pool
+            clash = clash or move.source in written or move.destination in read or move.source == move.destination
+        if pairs and (move.kind != kind or clash):
+            yield kind, pairs
+            pairs, read, written = [], set(), set()
+        kind = move.kind
+        pairs.append((move.source, move.destination))
+        read.add(move.source)
+        written.add(move.destination)
+    if pairs:
+        yield kind, pairs
 
 
 def runs(moves: Sequence[Move]) -> Iterator[tuple[MoveKind, int, int, int]]:

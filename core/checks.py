@@ -60,12 +60,16 @@ def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> No
                 f"left sequence {seq.id} with {len(table)} blocks of {size} tokens, {end} tokens must fit",
             )
         if seq.host_blocks:
-            raise hooks.policy_error("reserve", f"left holes at table indices {sorted(seq.host_blocks)} of sequence {seq.id}")
+            raise hooks.policy_error(
+                "reserve", f"left holes at table indices {sorted(seq.host_blocks)} of sequence {seq.id}"
+            )
         for index in range(start // size, (end - 1) // size + 1):
             block = table[index]
             if block == HOLE or refs[block] != 1:
                 owners = "no device block" if block == HOLE else f"block {block}, which has {refs[block]} owners"
-                raise hooks.policy_error("reserve", f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owners}")
+                raise hooks.policy_error(
+                    "reserve", f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owners}"
+                )
     if full:
         try:
             state.check_owners()

@@ -86,7 +86,9 @@ class Committer:
         rows, forking = self._append(runs, output, now)
         step.num_sampled = len(rows)
         # before anything is given back: what the forward pass just used
-        step.memory = memory_report(self.state, step.num_copies * self.block_bytes, external_waste(self.state, self.hooks))
+        step.memory = memory_report(
+            self.state, step.num_copies * self.block_bytes, external_waste(self.state, self.hooks)
+        )
         step.mark("commit")
         drawn = [row for row in rows if type(row) is Drawn]
         for one in drawn:
@@ -153,7 +155,9 @@ class Committer:
         """The tokens of one sequence and of the branches it still has to start."""
         family, logprobs, errors = [], output.logprobs, output.errors
         for branch in [seq, *self._children(seq)] if seq.to_fork else [seq]:
-            one = Drawn(branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None)
+            one = Drawn(
+                branch, tokens[index], logprobs[index] if logprobs else None, errors.get(index) if errors else None
+            )
             if branch.scores and any(s.logprob != s.logprob for s in branch.scores):
                 one.error, one.reason = "the model gave no usable logits for the prompt", "error"
             if one.error is None:
@@ -169,7 +173,9 @@ class Committer:
     def _children(self, parent: Sequence) -> list[Sequence]:
         children = []
         for branch in range(1, parent.to_fork + 1):
-            child = Sequence(parent.request, parent.params, parent.seed, self.state.pool, id=self.next_id(), branch=branch)
+            child = Sequence(
+                parent.request, parent.params, parent.seed, self.state.pool, id=self.next_id(), branch=branch
+            )
             child.first_seen_s, child.first_scheduled_s = parent.first_seen_s, parent.first_scheduled_s
             child.num_cached_tokens = parent.num_cached_tokens
             child.set_predicted(parent.view.predicted_output_tokens)
@@ -248,7 +254,9 @@ class Committer:
         needed = -(-parent.num_computed_tokens // self.state.limits.block_size)
         in_order = [i for i, _ in lease.blocks] == list(range(len(table)))
         if not in_order or len(table) < needed or not all(self._is_held(b) for b in table):
-            raise self.hooks.policy_error("fork", f"gave {lease.blocks} for a parent with {needed} blocks of computed tokens")
+            raise self.hooks.policy_error(
+                "fork", f"gave {lease.blocks} for a parent with {needed} blocks of computed tokens"
+            )
         step.num_forked += 1
         child.table.extend(table)
         child.set_computed(parent.num_computed_tokens)
@@ -275,9 +283,17 @@ class Committer:
             for branch in range(seq.view.branch, seq.view.branch + 1 + seq.to_fork):
                 step.outputs.append(
                     Output(
-                        seq.request.id, seq.id, branch, (), "", reason, None, error,
-                        seq.view.num_prompt_tokens, seq.num_cached_tokens,
-                    )  # fmt: skip
+                        seq.request.id,
+                        seq.id,
+                        branch,
+                        (),
+                        "",
+                        reason,
+                        None,
+                        error,
+                        seq.view.num_prompt_tokens,
+                        seq.num_cached_tokens,
+                    )
                 )
         self._end(step, ending, now)
 

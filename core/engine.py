@@ -32,17 +32,15 @@ from core.types import (
     Limits,
     ModelInfo,
     Move,
-    Output,
     Outputs,
     Plan,
-    Refusal,
     Request,
     RequestError,
     SamplingParams,
     StepOutput,
     StepReport,
 )
-from core.waiting import Mailbox, predict, triage
+from core.waiting import Mailbox, admit, predict, refused, triage
 
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
@@ -100,13 +98,18 @@ class Engine:
     # ------------------------------------------------------------------------------------------- from any thread
 
     def submit(
-        self, prompt_token_ids: Seq[int], params: SamplingParams | None = None, *, arrival_s: float | None = None, **labels: Any
+        self,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        arrival_s: float | None = None,
+        **labels: Any,
     ) -> int:
         """Queue a request; gives its id. ``labels`` are the other fields of ``Request`` (priority, client_id, cache_salt, ...).
 
         Targets that the request does not name itself (``deadline_s``, ``tpot_s``) are those of its ``service_class``.
-        ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What only the allocator can tell (it needs more blocks
-        than there are) comes as an ``Output`` with ``finish_reason="refused"``.
+        ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What
+        only the allocator can tell (it needs more blocks than there are) comes as an ``Output`` with ``finish_reason="refused"``.
         """
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
@@ -116,7 +119,9 @@ class Engine:
         if params.structure is not None:
             labels["grammar"] = self.grammars.compile(params.structure)
         id = self._next_id()
-        if params.prompt_logprobs is not None:  # a namespace of its own: what another request computed has no logits to score
+        if (
+            params.prompt_logprobs is not None
+        ):  # a namespace of its own: what another request computed has no logits to score
             labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
         request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
         self._commands.put_request(request)
@@ -136,7 +141,9 @@ class Engine:
         Sequences that run keep their blocks, which are no longer offered to others. ``RequestError`` when the allocator caches nothing.
         """
         if not self.hooks.has("reset_cache"):
-            raise RequestError(f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset")
+            raise RequestError(
+                f"{self.hooks.providers('reserve')[0].option} keeps no cache of prompts: nothing to reset"
+            )
         self._commands.put("reset_cache", None)
 
     def has_work(self) -> bool:
@@ -201,13 +208,13 @@ class Engine:
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
             predict(self.hooks, new)
-            refusals = self._admit(new)
+            refusals = admit(new, self.hooks, self.limits)
             for seq, refusal in zip(new, refusals, strict=True):
                 if refusal is None:
                     self.sessions.resume(step, seq)
                     self.state.add(seq)
                 else:
-                    step.outputs += [self._refused(seq, refusal, branch) for branch in range(seq.params.n)]
+                    step.outputs += refused(seq, refusal)
                     self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
             self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
@@ -236,30 +243,6 @@ class Engine:
         for seq, reason in refused:
             self._committer.end(step, [(seq, "refused")], self.executor.now(), reason)
 
-    def _admit(self, new: list[Sequence]) -> Seq[Refusal | None]:
-        answer = self.hooks.admit(sequences=tuple(s.view for s in new)) if self.hooks.has("admit") else None
-        if answer is None:
-            return [self._too_large(seq) for seq in new]
-        if len(answer) != len(new) or not all(r is None or isinstance(r, Refusal) for r in answer):
-            raise self.hooks.policy_error("admit", f"gave {answer!r} for {len(new)} sequences: None or a Refusal for each")
-        return answer
-
-    def _too_large(self, seq: Sequence) -> Refusal | None:
-        limits, view = self.limits, seq.view
-        tokens = view.num_prompt_tokens + view.max_tokens
-        blocks = -(-tokens // limits.block_size)
-        if blocks <= limits.num_blocks:
-            return None
-        return Refusal(
-            f"the request needs {blocks} KV blocks ({view.num_prompt_tokens} prompt + {view.max_tokens} output tokens, "
-            f"{limits.block_size} a block), but the pool has {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens)"
-        )
-
-    def _refused(self, seq: Sequence, refusal: Refusal, branch: int) -> Output:
-        return Output(
-            seq.request.id, seq.id, branch, (), "", "refused", error=refusal.reason, num_prompt_tokens=len(seq.tokens)
-        )
-
     def _look(self, step: Step) -> None:
         state = self.state
         state.look(step.started_s, self._num_steps)
@@ -273,7 +256,9 @@ class Engine:
             counts = self.hooks.cached_tokens(sequences=head)
             if counts is not None:
                 if len(counts) != len(head):
-                    raise self.hooks.policy_error("cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences")
+                    raise self.hooks.policy_error(
+                        "cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences"
+                    )
                 state.cached_tokens.update((v.id, n) for v, n in zip(head, counts, strict=True) if n)
         step.mark("look")
 

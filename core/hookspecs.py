@@ -232,8 +232,8 @@ class StepSpec:
     def reset_cache(self) -> object:
         """Forget every cached block: no later request is served from content written before.
 
-        Called at intake, before new requests are admitted, when ``Engine.reset_cache`` was called. Sequences that hold blocks keep them, but
-        those are no longer offered to others. The result is ignored. Without a provider ``Engine.reset_cache`` refuses.
+        Called at intake, before new requests are admitted, when ``Engine.reset_cache`` was called. Sequences that hold blocks keep
+        them, but those are no longer offered to others. The result is ignored. Without a provider ``Engine.reset_cache`` refuses.
         """
 
     @hookspec(firstresult=True)

@@ -6,6 +6,7 @@ Index arrays are int32; a kernel widens a block or slot index to int64 before it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -25,6 +26,34 @@ LAYOUTS: dict[str, str] = {
     "layer_major": "[layers, 2, N, S, H_kv, D]",
 }
 """Storage order of the pool tensor. A kernel always gets per-layer views k, v of shape [N, S, H_kv, D] with int64 strides."""
+
+SCALED: dict[str, float] = {"int8": 127.0, "float8_e4m3fn": 448.0}
+"""The ``kv_dtype``s that are stored with scales, and their largest magnitude: value = stored * scale.
+
+A scale is a float32 for each token and key head of each layer's K and of its V, the largest magnitude of its D values over
+the type's. It is set when the token is written and never changes, so that a block can be copied, swapped and shared as it is.
+"""
+
+
+def scaled_bytes(block_size: int, num_kv_heads: int, head_dim: int) -> int:
+    """Bytes of one block's K (or V) of one layer in a ``SCALED`` type: S * H_kv * D values, then S * H_kv float32 scales,
+    then what makes it a multiple of 16. So scales travel with their block, and every layer stays aligned.
+    """
+    return -(-block_size * num_kv_heads * (head_dim + 4) // 16) * 16
+
+
+def scales_of(view: torch.Tensor) -> torch.Tensor:
+    """The scales of a ``SCALED`` cache view [N, S, H_kv, D]: float32 [N, S, H_kv], the same memory."""
+    import torch
+
+    num_blocks, block_size, heads, dim = view.shape
+    start = view.storage_offset() + block_size * heads * dim
+    if start % 4 or view.stride(0) % 4:
+        raise ValueError(f"scales are aligned to 4 bytes: H_kv * D of a block must be too, not {tuple(view.shape[1:])}")
+    words = torch.empty(0, dtype=torch.float32, device=view.device)
+    return words.set_(
+        view.untyped_storage(), start // 4, (num_blocks, block_size, heads), (view.stride(0) // 4, heads, 1)
+    )
 
 
 @attrs.frozen(slots=True, kw_only=True)
@@ -56,6 +85,16 @@ class LayerInfo:
 
 
 @runtime_checkable
+class CopiesBlocks(Protocol):
+    """What a kernel may offer besides: many blocks in one launch, where a copy each would cost a call each."""
+
+    def copy_blocks(self, source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        """destination[b] = source[a] for each (a, b), queued on the current stream. Both are [blocks, layers, 2, ...] with the
+        last dimensions contiguous; either may be pinned host memory. No block is both read and written, or written twice.
+        """
+
+
+@runtime_checkable
 class AttentionKernel(Protocol):
     """Writes a step's K and V into the cache and attends over it, for every layer."""
 
@@ -64,7 +103,10 @@ class AttentionKernel(Protocol):
     graph_safe: bool  # True: prepare and forward can run inside a captured graph
 
     def bind(self, k_cache: list[torch.Tensor], v_cache: list[torch.Tensor], layers: list[LayerInfo]) -> None:
-        """Learn the cache: one [N, S, H_kv, D] view of K and of V for each layer. Called once, when the pool is allocated."""
+        """Learn the cache: one [N, S, H_kv, D] view of K and of V for each layer. Called once, when the pool is allocated.
+
+        A kernel that took a case with a ``SCALED`` kv_dtype finds the scales by ``scales_of``, and writes them.
+        """
 
     def prepare(self, batch: Batch, tensors: dict[str, Any]) -> None:
         """Once a step, before the first layer. ``tensors`` holds the batch's arrays on the device, by the names of ``Batch``.

@@ -19,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 1024  # prompts x n of one call
 MAX_TOKEN_LISTS = 1024  # entries of logit_bias and of bad_words, and tokens of one bad word
 MAX_STRUCTURE_CHARS = 65_536
+KINDS = ("json_schema", "json_object", "regex", "grammar", "choice")
 MAX_SALT_CHARS = 256
 
 
@@ -58,7 +59,9 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
         _tokens("allowed_token_ids", params.allowed_token_ids, vocab_size)
         if not params.allowed_token_ids:
             raise RequestError("allowed_token_ids must name at least one token, got none", "allowed_token_ids")
-    for name, entries in (("logit_bias", params.logit_bias), ("bad_words", params.bad_words)):
+    for name, entries, kind in (("logit_bias", params.logit_bias, Mapping), ("bad_words", params.bad_words, tuple)):
+        if not isinstance(entries, kind):
+            raise RequestError(f"{name} must be a {kind.__name__.lower()}, got {entries!r:.200}", name)
         if len(entries) > MAX_TOKEN_LISTS:
             raise RequestError(f"{name} takes at most {MAX_TOKEN_LISTS} entries, got {len(entries)}", name)
     for token, bias in params.logit_bias.items():
@@ -67,7 +70,9 @@ def _choices(params: SamplingParams, vocab_size: int) -> None:
     for word in params.bad_words:
         _tokens("bad_words", word, vocab_size)
         if not 1 <= len(word) <= MAX_TOKEN_LISTS:
-            raise RequestError(f"a bad word must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words")
+            raise RequestError(
+                f"a word of bad_words must have 1 to {MAX_TOKEN_LISTS} tokens, got {len(word)}", "bad_words"
+            )
 
 
 def bad_word_ids(word: str, tokenizer: Any) -> list[tuple[int, ...]]:
@@ -80,14 +85,17 @@ def _structure(params: SamplingParams) -> None:
     structure = params.structure
     if structure is None:
         return
-    if not isinstance(structure, Structure) or not isinstance(structure.text, str):
-        raise RequestError(f"structure must be a Structure, got {type(structure).__name__}", "structure")
+    if not isinstance(structure, Structure) or structure.kind not in KINDS or not isinstance(structure.text, str):
+        raise RequestError(f"structure must be a text of kind {', '.join(KINDS)}, got {structure!r:.200}", "structure")
     if len(structure.text) > MAX_STRUCTURE_CHARS:
         raise RequestError(
-            f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}", structure.kind
+            f"{structure.kind} takes at most {MAX_STRUCTURE_CHARS} characters, got {len(structure.text)}",
+            structure.kind,
         )
     if params.ignore_eos:
-        raise RequestError("ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos")
+        raise RequestError(
+            "ignore_eos cannot be used with structured output, which says where an answer ends", "ignore_eos"
+        )
 
 
 _BEAMS_LEAVE = {
@@ -107,7 +115,9 @@ def _beams(params: SamplingParams) -> None:
     if params.n > params.beam_width:
         raise RequestError(f"n={params.n} answers cannot come from a beam search with {params.beam_width} beams", "n")
     if params.temperature not in (0, 1):
-        raise RequestError(f"temperature must be 0 or 1 with beam search, which draws nothing, got {params.temperature}", "temperature")
+        raise RequestError(
+            f"temperature must be 0 or 1 with beam search, which draws nothing, got {params.temperature}", "temperature"
+        )
     if params.top_k > 0:
         raise RequestError(f"top_k must be off (0 or -1) with beam search, got {params.top_k}", "top_k")
     for name, only in _BEAMS_LEAVE.items():
@@ -123,7 +133,9 @@ def check_salt(salt: object) -> None:
         raise RequestError(f"cache_salt must have at most {MAX_SALT_CHARS} characters, got {len(salt)}", "cache_salt")
 
 
-def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int) -> SamplingParams:
+def check_params(
+    params: SamplingParams, *, vocab_size: int, max_model_len: int, num_prompt_tokens: int
+) -> SamplingParams:
     """Check every field and settle ``max_tokens``; ``RequestError`` names the field, the value and what is allowed."""
     _number("temperature", params.temperature, 0, 100, "a finite number from 0 to 100")
     _number("top_p", params.top_p, 0, 1, "a number above 0 and at most 1", low_open=True)
@@ -154,7 +166,9 @@ def check_params(params: SamplingParams, *, vocab_size: int, max_model_len: int,
             "max_tokens",
         )
     if params.min_tokens > params.max_tokens:
-        raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens")
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens"
+        )
     return params
 
 

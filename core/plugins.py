@@ -68,7 +68,9 @@ class EngineHooks:
     def __init__(self, chosen: Sequence[Chosen], observer_errors: str = "raise"):
         self.chosen = tuple(chosen)
         self.disabled: list[str] = []
-        self.passed_over: dict[str, None] = {}  # why a kernel that was asked first did not serve a case; in order, once each
+        self.passed_over: dict[
+            str, None
+        ] = {}  # why a kernel that was asked first did not serve a case; in order, once each
         self._observer_errors = observer_errors
         self._closed = False
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -158,7 +160,7 @@ class EngineHooks:
 
     def select_kernel(self, case: AttentionCase) -> AttentionKernel:
         """The first chosen kernel that takes this case; ConfigError with every reason when none does."""
-        reasons = []
+        reasons: list[str] = []
         for one, impl in self.impls("select_kernel"):
             given = _at_start(one, "select_kernel", impl, case=case)
             if given is None:

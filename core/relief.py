@@ -29,11 +29,15 @@ class Relief:
     def reserve(self, step: Step, plan: Plan, short_of_rows: bool = False) -> tuple[Plan, Seq[Lease]]:
         """The plan that fits and its leases. Bounded: every round shortens the plan or empties a table."""
         while plan.chunks:
-            answer = (self._rows_missing(plan) if short_of_rows else None) or self.hooks.reserve(plan=plan, sequences=self.state.readonly_views)
+            answer = (self._rows_missing(plan) if short_of_rows else None) or self.hooks.reserve(
+                plan=plan, sequences=self.state.readonly_views
+            )
             step.mark("reserve")
             if not isinstance(answer, Shortfall):
                 if answer is None or len(answer) != len(plan.chunks):
-                    raise self.hooks.policy_error("reserve", f"gave {answer!r} for {len(plan.chunks)} chunks: one lease each")
+                    raise self.hooks.policy_error(
+                        "reserve", f"gave {answer!r} for {len(plan.chunks)} chunks: one lease each"
+                    )
                 return plan, answer
             if not 0 <= answer.num_fitting < len(plan.chunks) or answer.blocks_missing < 1:
                 raise self.hooks.policy_error("reserve", f"gave {answer} for a plan of {len(plan.chunks)} chunks")
@@ -99,7 +103,9 @@ class Relief:
         victims = {eviction.sequence for eviction in evictions}
         keep = tuple([c for c in plan.chunks if c.sequence not in victims])
         if not keep:
-            raise self.hooks.policy_error("choose_victims", f"{tuple(evictions)} leave nothing of the plan: no progress")
+            raise self.hooks.policy_error(
+                "choose_victims", f"{tuple(evictions)} leave nothing of the plan: no progress"
+            )
         if (pool.num_free, pool.num_extra_refs) == held_before and len(keep) == len(plan.chunks):
             raise self.hooks.policy_error("choose_victims", f"{tuple(evictions)} freed no block and shortened no plan")
         return attrs.evolve(plan, chunks=keep)
@@ -110,10 +116,13 @@ class Relief:
         for eviction in evictions:
             seq = self.state.sequences.get(eviction.sequence)
             if seq is None or seq.status is not Status.RUNNING or eviction.kind not in ("swap", "recompute"):
-                raise self.hooks.policy_error("choose_victims", f"{eviction}: not a running sequence, or an unknown kind")
+                raise self.hooks.policy_error(
+                    "choose_victims", f"{eviction}: not a running sequence, or an unknown kind"
+                )
             if (eviction.sequence in fitting and not eviction.ahead) or eviction.sequence in seen:
                 raise self.hooks.policy_error(
-                    "choose_victims", f"{eviction}: named twice, or ahead of the first chunk that does not fit ({shortfall})"
+                    "choose_victims",
+                    f"{eviction}: named twice, or ahead of the first chunk that does not fit ({shortfall})",
                 )
             seen.add(eviction.sequence)
         if not evictions:

@@ -16,9 +16,10 @@ from core.cost import CostModel
 from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
 
 _put = object.__setattr__  # how core writes what is read-only to everyone else
-put_num_tokens = SequenceView.num_tokens.__set__  # type: ignore[attr-defined]  # the same by slot: every token needs them
-put_num_computed = SequenceView.num_computed_tokens.__set__  # type: ignore[attr-defined]
-_put_room = SequenceView._room.__set__  # type: ignore[attr-defined]
+# the same by slot, for what changes with every token
+put_num_tokens = vars(SequenceView)["num_tokens"].__set__
+put_num_computed = vars(SequenceView)["num_computed_tokens"].__set__
+_put_room = vars(SequenceView)["_room"].__set__
 _LABELS = (
     "arrival_s",
     "priority",
@@ -82,7 +83,9 @@ class Sequence:
         "first_scheduled_s",
     )
 
-    def __init__(self, request: Request, params: SamplingParams, seed: int, pool: BlockPool, *, id: int, branch: int = 0):
+    def __init__(
+        self, request: Request, params: SamplingParams, seed: int, pool: BlockPool, *, id: int, branch: int = 0
+    ):
         self.request = request
         self.params = params
         self.status = Status.WAITING
@@ -360,7 +363,9 @@ class State:
         assert not self.sequences and not self.views, f"{len(self.sequences)} sequences are left"
         assert not self.requests, f"requests {sorted(self.requests)} are left"
         assert not self.sessions and not self.idle, f"{len(self.sessions)} sessions are kept"
-        assert not self.running and not self.waiting and not self.parked and not self.held, f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        assert not self.running and not self.waiting and not self.parked and not self.held, (
+            f"{len(self.running)} running, {len(self.waiting)} waiting are left"
+        )
         assert self.pool.num_free == self.pool.num_blocks, f"{self.pool.num_used} blocks are not free"
         assert self.swap.num_free == self.swap.num_blocks, f"{self.swap.num_used} host blocks are not free"
         assert len(self._rows) == self.limits.max_num_seqs, "batch rows are left occupied"

@@ -33,21 +33,19 @@ _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_ma
 class Compiled:
     """A grammar that was found good. ``start`` gives each sequence a parser of its own."""
 
-    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]):
+    def __init__(self, matcher: Any):
         self._matcher = matcher
-        self._eos = np.asarray(sorted(eos_token_ids), np.int64)
 
     def start(self) -> Constraint:
         """A parser at the beginning of an answer."""
-        return Constraint(self._matcher.deep_copy(), self._eos)
+        return Constraint(self._matcher.deep_copy())
 
 
 class Constraint:
     """Where one sequence is in its grammar. It moves with the tokens, so it outlives any preemption."""
 
-    def __init__(self, matcher: Any, eos: np.ndarray):
+    def __init__(self, matcher: Any):
         self._matcher = matcher
-        self._eos = eos
 
     def allowed(self, vocab_size: int) -> np.ndarray:
         """bool [V]: the tokens that may come next; eos tokens only where the text is complete.
@@ -60,7 +58,6 @@ class Constraint:
         mask = np.zeros(vocab_size, bool)
         found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool)
         mask[: len(found)] = found
-        mask[self._eos] = self._matcher.is_accepting()
         return mask
 
     def advance(self, token_id: int) -> None:
@@ -124,7 +121,7 @@ class Grammars:
             raise RequestError(
                 f"{structure.kind} cannot be used: {(reason or ['no reason given'])[0][:200]}", structure.kind
             )
-        return Compiled(matcher, self._model.eos_token_ids)
+        return Compiled(matcher)
 
     def _words(self) -> Any:
         """The vocabulary as llguidance wants it: made once, with the bytes of every token."""
@@ -154,7 +151,9 @@ class _Words:
 
 
 def _size(structure: Structure) -> int:
-    return 131_072 + 64 * len(structure.text)  # measured: 123 kB for a schema of 250 characters, a part of its answer parsed
+    return 131_072 + 64 * len(
+        structure.text
+    )  # measured: 123 kB for a schema of 250 characters, a part of its answer parsed
 
 
 def _schema(text: str, matcher: Any) -> str:

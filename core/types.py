@@ -24,12 +24,53 @@ if TYPE_CHECKING:
     from core.cost import CostModel
 
 __all__ = [
-    "API_VERSION", "HOLE", "NO_CHANGE", "Batch", "CacheConfig", "Chunk", "ConfigError", "EngineInfo", "Eviction", "EvictionKind",
-    "FinishReason", "Finished", "IdleChoice", "Lease", "Limits", "MemoryReport", "ModelInfo", "Move", "MoveKind", "Output", "Outputs", "Plan",
-    "Policy", "PolicyError", "Preempted", "QueueFull", "QuireError", "ReadOnlyList", "Refusal", "Release", "ReleaseReason", "Request",
-    "RequestError", "SamplingBatch", "SamplingParams", "Score", "SequenceView", "Shortfall", "StepOutput", "StepReport", "Structure",
-    "TokenLogprobs", "Triage", "View", "Where", "one_token",
-]  # fmt: skip
+    "API_VERSION",
+    "HOLE",
+    "NO_CHANGE",
+    "Batch",
+    "CacheConfig",
+    "Chunk",
+    "ConfigError",
+    "EngineInfo",
+    "Eviction",
+    "EvictionKind",
+    "FinishReason",
+    "Finished",
+    "IdleChoice",
+    "Lease",
+    "Limits",
+    "MemoryReport",
+    "ModelInfo",
+    "Move",
+    "MoveKind",
+    "Output",
+    "Outputs",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "Preempted",
+    "QueueFull",
+    "QuireError",
+    "ReadOnlyList",
+    "Refusal",
+    "Release",
+    "ReleaseReason",
+    "Request",
+    "RequestError",
+    "SamplingBatch",
+    "SamplingParams",
+    "Score",
+    "SequenceView",
+    "Shortfall",
+    "StepOutput",
+    "StepReport",
+    "Structure",
+    "TokenLogprobs",
+    "Triage",
+    "View",
+    "Where",
+    "one_token",
+]
 
 API_VERSION = 1
 """Version of the plugin contract (hookspecs and the types here). An incompatible change raises it."""
@@ -110,8 +151,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keeps the stop string, or the stop token's text
     skip_special_tokens: bool = True  # in the text
     structure: Structure | None = None
-    beam_width: int | None = None  # beam search with so many beams; the ``n`` best answers come at its end (core/beams.py)
-    length_penalty: float = 1.0  # [-10, 10]; of beam search: an answer's summed log probability is divided by length ** this
+    beam_width: int | None = None  # beam search with so many beams: its n best answers (core/beams.py)
+    length_penalty: float = 1.0  # [-10, 10]; of beam search: summed log probability / length ** this
     extra: Mapping[str, Any] = attrs.field(factory=dict)  # for samplers that know more than these
 
 
@@ -130,7 +171,9 @@ class Request:
     service_class: str = ""  # names its service level (root group slo)
     deadline_s: float | None = None  # when its first token is due, on the executor's clock
     tpot_s: float | None = None  # most seconds a further token may take on average
-    stall_s: float | None = None  # its session says that it comes back about so many seconds after the end (a tool call)
+    stall_s: float | None = (
+        None  # its session says that it comes back about so many seconds after the end (a tool call)
+    )
     recorded_output_tokens: int | None = None  # replay: the length the trace says; policies named oracle may read it
     label: str = ""
     grammar: Any = None  # core.structure.Compiled, of params.structure
@@ -151,7 +194,9 @@ class Chunk(NamedTuple):
 
     sequence: int  # id
     num_tokens: int  # to compute after a prefix hit, >= 1
-    may_preempt: bool = False  # True: others may be evicted for it (set on running sequences; on a newcomer also for its row)
+    may_preempt: bool = (
+        False  # True: others may be evicted for it (set on running sequences; on a newcomer also for its row)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -258,11 +303,17 @@ class Batch:
 
     token_ids: np.ndarray  # [T]
     positions: np.ndarray  # [T] position of each token in its sequence
-    slot_mapping: np.ndarray  # [T] where its K and V go: block id * block_size + offset; widen to int64 before use as an offset
+    slot_mapping: (
+        np.ndarray
+    )  # [T] where its K and V go: block id * block_size + offset; widen to int64 before use as an offset
     query_start: np.ndarray  # [B + 1] first token of each sequence in the packed batch
     kv_lens: np.ndarray  # [B] tokens visible to each sequence after this step (computed + this step's)
-    block_tables: np.ndarray  # [B, max blocks in this batch]; entries at or behind ceil(kv_len / block_size) are never read
-    logit_tokens: np.ndarray  # [R] packed tokens whose logits are needed: one a sampled sequence, then those that are scored
+    block_tables: (
+        np.ndarray
+    )  # [B, max blocks in this batch]; entries at or behind ceil(kv_len / block_size) are never read
+    logit_tokens: (
+        np.ndarray
+    )  # [R] packed tokens whose logits are needed: one a sampled sequence, then those that are scored
     sequence_ids: tuple[int, ...]  # [B]
     block_size: int
     max_query_len: int
@@ -352,10 +403,14 @@ def _at_least(low: int):
 class CacheConfig:
     """The root group ``cache`` as the operator wrote it; nulls are settled at start (see ``Limits``)."""
 
-    block_size: int = attrs.field(default=16, validator=[attrs.validators.instance_of(int), attrs.validators.in_(range(1, 257))])
+    block_size: int = attrs.field(
+        default=16, validator=[attrs.validators.instance_of(int), attrs.validators.in_(range(1, 257))]
+    )
     num_blocks: int | None = attrs.field(default=None, validator=_at_least(2))
     memory_fraction: float = attrs.field(default=0.9, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
-    swap_gb: float = attrs.field(default=1.0, validator=attrs.validators.ge(0))  # host memory for swapped blocks, 1e9 bytes
+    swap_gb: float = attrs.field(
+        default=1.0, validator=attrs.validators.ge(0)
+    )  # host memory for swapped blocks, 1e9 bytes
     kv_dtype: str | None = None  # null: the model's dtype
 
 
@@ -382,7 +437,9 @@ class EngineInfo:
     cost: CostModel
     seed: int  # for a policy that wants random numbers: make your own generator from it
     num_free_swap_blocks: Callable[[], int] | None = None  # free host blocks, asked at any time
-    swap: BlockPool | None = None  # host blocks: core takes them for swapped sequences; a cache may keep content in free ones
+    swap: BlockPool | None = (
+        None  # host blocks: core takes them for swapped sequences; a cache may keep content in free ones
+    )
 
 
 # ------------------------------------------------------------------------------------------------ plugins

@@ -1,7 +1,7 @@
-"""What happens to requests before they run: predicted once, triaged while they wait, and turned away when too many do.
+"""What happens to requests before they run: predicted and admitted once, triaged while they wait, turned away when too many do.
 
-All three are answers of plugins (``predict_output``, ``triage``) or of the operator (``max_queue``); this module asks, checks
-and acts.
+All are answers of plugins (``predict_output``, ``admit``, ``triage``) or of the operator (``max_queue``); this module asks,
+checks and acts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from core.scratch import Step
 from core.state import Sequence, State, Status
-from core.types import QueueFull, Request, Triage
+from core.types import Limits, Output, QueueFull, Refusal, Request, Triage
 
 
 class Mailbox:
@@ -96,3 +96,33 @@ def triage(step: Step, state: State, hooks: Any, refuse: Callable[[Step, list[tu
     for id in answer.demoted:
         state.demote(state.sequences[id], step.started_s)
     refuse(step, [(state.sequences[id], reason) for id, reason in answer.refused])
+
+
+def admit(new: list[Sequence], hooks: Any, limits: Limits) -> Seq[Refusal | None]:
+    """What the allocator says to each new sequence; without an answer core refuses what the whole pool could not hold."""
+    answer = hooks.admit(sequences=tuple(s.view for s in new)) if hooks.has("admit") else None
+    if answer is None:
+        return [_too_large(seq, limits) for seq in new]
+    if len(answer) != len(new) or not all(r is None or isinstance(r, Refusal) for r in answer):
+        raise hooks.policy_error("admit", f"gave {answer!r} for {len(new)} sequences: None or a Refusal for each")
+    return answer
+
+
+def _too_large(seq: Sequence, limits: Limits) -> Refusal | None:
+    view = seq.view
+    blocks = -(-(view.num_prompt_tokens + view.max_tokens) // limits.block_size)
+    if blocks <= limits.num_blocks:
+        return None
+    return Refusal(
+        f"the request needs {blocks} KV blocks ({view.num_prompt_tokens} prompt + {view.max_tokens} output tokens, "
+        f"{limits.block_size} a block), but the pool has {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens)"
+    )
+
+
+def refused(seq: Sequence, refusal: Refusal) -> list[Output]:
+    """One output for each branch of a request that was not admitted."""
+    tokens = len(seq.tokens)
+    return [
+        Output(seq.request.id, seq.id, branch, (), "", "refused", error=refusal.reason, num_prompt_tokens=tokens)
+        for branch in range(seq.params.n)
+    ]

@@ -52,7 +52,9 @@ def hooks_page() -> str:
 def options_page() -> str:
     """Every option of every group with its fields and defaults, from conf/."""
     parts = [MARK, "# Options\n\n`group=option` chooses, `group.field=value` sets a field: "]
-    parts.append("`python -m core.serve allocator=paged scheduler.watermark=0.02`. `--help` lists what is installed.\n\n")
+    parts.append(
+        "`python -m core.serve allocator=paged scheduler.watermark=0.02`. `--help` lists what is installed.\n\n"
+    )
     parts.append("## Root\n\n```yaml\n")
     parts.append((ROOT / "conf" / "config.yaml").read_text().strip() + "\n```\n")
     kinds: dict[str, list] = {}

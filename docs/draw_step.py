@@ -22,10 +22,10 @@ COLOUR = {"scheduler": PLUGIN, "allocator": PLUGIN, "preemption": PLUGIN, "alloc
 W, TOP, ROW, BOX = 860, 64, 58, 44
 
 
-def text(x: float, y: float, words: str, size: int = 14, colour: str = "#0f172a", weight: str = "400", anchor: str = "start") -> str:
-    return (
-        f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" font-weight="{weight}" text-anchor="{anchor}">{escape(words)}</text>'
-    )
+def text(
+    x: float, y: float, words: str, size: int = 14, colour: str = "#0f172a", weight: str = "400", anchor: str = "start"
+) -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{colour}" font-weight="{weight}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def draw() -> str:
@@ -39,7 +39,9 @@ def draw() -> str:
     for i, (name, what, hooks, who) in enumerate(STAGES):
         y = TOP + i * ROW
         colour = COLOUR.get(who, DEVICE)
-        out.append(f'<rect x="70" y="{y}" width="{W - 100}" height="{BOX}" rx="7" fill="{colour}" fill-opacity="0.08" stroke="{colour}"/>')
+        out.append(
+            f'<rect x="70" y="{y}" width="{W - 100}" height="{BOX}" rx="7" fill="{colour}" fill-opacity="0.08" stroke="{colour}"/>'
+        )
         out.append(text(84, y + 27, name, 15, colour, "700"))
         out.append(text(194, y + 20, what, 13))
         if hooks:
@@ -48,8 +50,12 @@ def draw() -> str:
         if i < len(STAGES) - 1:
             out.append(f'<path d="M 450 {y + BOX} v {ROW - BOX}" stroke="#94a3b8" marker-end="url(#tip)"/>')
     four, five = TOP + 3 * ROW, TOP + 4 * ROW
-    out.append(f'<path d="M 70 {five + 22} h -22 v {four - five} h 18" fill="none" stroke="{PLUGIN}" marker-end="url(#tip)"/>')
-    out.append(f'<text transform="translate(40 {five + 14}) rotate(-90)" font-size="11" fill="{PLUGIN}">until it fits</text>')
+    out.append(
+        f'<path d="M 70 {five + 22} h -22 v {four - five} h 18" fill="none" stroke="{PLUGIN}" marker-end="url(#tip)"/>'
+    )
+    out.append(
+        f'<text transform="translate(40 {five + 14}) rotate(-90)" font-size="11" fill="{PLUGIN}">until it fits</text>'
+    )
     tip = '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     out.append(f'{tip}<path d="M 0 0 L 8 4 L 0 8 z" fill="#64748b"/></marker></defs></svg>')
     return "\n".join(out) + "\n"

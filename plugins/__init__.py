@@ -34,15 +34,23 @@ def provide_policies() -> list[Policy]:
         Policy("model", "llama3-70b", "core.shapes.Described", "described: Llama 3.1 70B over 4 cards"),
         Policy("allocator", "paged", "plugins.allocators.paged.PagedAllocator", "blocks on demand, one at a time"),
         Policy(
-            "allocator", "naive", "plugins.allocators.naive.NaiveAllocator", "one run a sequence, forks copy, no sharing"
+            "allocator",
+            "naive",
+            "plugins.allocators.naive.NaiveAllocator",
+            "one run a sequence, forks copy, no sharing",
         ),
         Policy(
-            "allocator", "prefix", "plugins.allocators.prefix.PrefixAllocator", "paged, shared across requests by content"
+            "allocator",
+            "prefix",
+            "plugins.allocators.prefix.PrefixAllocator",
+            "paged, shared across requests by content",
         ),
         Policy(
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
-        Policy("scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"),
+        Policy(
+            "scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"
+        ),
         Policy("scheduler", "fcfs", "plugins.schedulers.fcfs.FcfsScheduler", "whole prompts first, in arrival order"),
         Policy("scheduler", "priority", "plugins.schedulers.priority.PriorityScheduler", "the most important first"),
         Policy("scheduler", "sjf", "plugins.schedulers.sjf.SjfScheduler", "the shortest predicted work first"),
@@ -69,9 +77,23 @@ def provide_policies() -> list[Policy]:
         Policy("preemption", "swap", "plugins.preemption.swap.Swap", "move the KV to host memory and back"),
         Policy("preemption", "breakeven", "plugins.preemption.breakeven.BreakEven", "whichever of the two is faster"),
         Policy("kernel", "torch", "plugins.kernels.torch.TorchKernel", "attention in plain PyTorch, every case"),
-        Policy("kernel", "cpu", "plugins.kernels.cpu.CpuKernel", "attention in C++ that reads the blocks in place, CPU"),
+        Policy(
+            "kernel", "cpu", "plugins.kernels.cpu.CpuKernel", "attention in C++ that reads the blocks in place, CPU"
+        ),
         Policy("kernel", "auto", "plugins.kernels.torch.TorchKernel", "the first of kernel.order that takes the case"),
         Policy("linears", "torch", "plugins.kernels.linears_torch.TorchLinears", "the model's own linear layers"),
+        Policy(
+            "linears",
+            "packed",
+            "plugins.kernels.linears_fast.FastLinears",
+            "fastest packed weights, fused decoder; CPU",
+        ),
+        Policy(
+            "linears",
+            "onednn",
+            "plugins.kernels.linears_fast.FastLinears",
+            "oneDNN's packed weights, fused decoder; CPU",
+        ),
         Policy(
             "linears", "auto", "plugins.kernels.linears_torch.TorchLinears", "the first of linears.order that applies"
         ),

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 # commands that need nothing but the package; `make serve` is tested by hand and in CI's fresh clone
-COMMANDS = [line.strip() for line in README.splitlines() if line.startswith("    python -m core") and "executor=toy" in line]
+COMMANDS = [
+    line.strip() for line in README.splitlines() if line.startswith("    python -m core") and "executor=toy" in line
+]
 
 
 def block(after: str) -> str:
@@ -61,7 +63,9 @@ def test_the_options_table_lists_what_is_shipped() -> None:
     import plugins
 
     for policy in plugins.provide_policies():
-        assert re.search(rf"\| `{policy.kind}` \|.*`\[?{policy.name}\]?`", README), f"README lacks {policy.kind}={policy.name}"
+        assert re.search(rf"\| `{policy.kind}` \|.*`\[?{policy.name}\]?`", README), (
+            f"README lacks {policy.kind}={policy.name}"
+        )
 
 
 def test_links_lead_somewhere() -> None:

@@ -24,7 +24,9 @@ STEP_CAP = 3000
 
 
 def chosen(kind: str, plugin: Any) -> Chosen:
-    return Chosen(kind, type(plugin).__name__.lower(), plugin, "tests", "0", f"{type(plugin).__module__}.{type(plugin).__name__}")
+    return Chosen(
+        kind, type(plugin).__name__.lower(), plugin, "tests", "0", f"{type(plugin).__module__}.{type(plugin).__name__}"
+    )
 
 
 @attrs.define
@@ -47,9 +49,15 @@ class Work:
 
     def params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, seed=self.seed, n=self.n, stop=self.stop, detokenize=bool(self.stop),
-            beam_width=self.beams, length_penalty=self.length_penalty,
-        )  # fmt: skip
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            seed=self.seed,
+            n=self.n,
+            stop=self.stop,
+            detokenize=bool(self.stop),
+            beam_width=self.beams,
+            length_penalty=self.length_penalty,
+        )
 
 
 def make_engine(
@@ -159,9 +167,7 @@ def run(
             ids[i] = engine.submit(
                 work[i].prompt,
                 work[i].params(),
-                cache_salt=work[i].salt,
-                recorded_output_tokens=work[i].recorded,
-                **work[i].labels,
+                **{"cache_salt": work[i].salt, "recorded_output_tokens": work[i].recorded, **work[i].labels},
             )
             index[ids[i]] = i
         for i, request_id in ids.items():

@@ -25,8 +25,9 @@ from core.frontends.protocol import (
 
 Schema = dict[str, Any]
 _WORDS = (
-    "Integers are written without a point. null is the same as leaving a field out. Fields also depend on each other, on the prompt's "
-    "length and on what the server was started with: such a request gets 400 with the field's name although this document allows it."
+    "Integers are written without a point. null is the same as leaving a field out. Fields also depend on each other, on "
+    "the prompt's length and on what the server was started with: such a request gets 400 with the field's name although "
+    "this document allows it."
 )
 _REF = "#/components/schemas/"
 _BODIES: dict[str, tuple[type[BaseModel], NotYet]] = {

@@ -41,7 +41,9 @@ class Synthetic:
     concurrency: int | None = attrs.field(default=None, validator=concurrency)  # closed loop; None: all at once
     seed: int = attrs.field(default=0, validator=integer(0))
     ignore_eos: bool = attrs.field(default=True, validator=flag)
-    declared_tokens: int | None = attrs.field(default=None, validator=integer(1, optional=True))  # None: the output's length
+    declared_tokens: int | None = attrs.field(
+        default=None, validator=integer(1, optional=True)
+    )  # None: the output's length
 
     def requests(self, vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:
         """The requests in order of arrival. What does not fit ``max_model_len`` is cut; a warning says how many."""
@@ -51,7 +53,9 @@ class Synthetic:
         drawn_outputs = draw(self.output_tokens, self.num_requests, output_rng, self.scale)
         prompts, outputs = cut(drawn_prompts, drawn_outputs, max_model_len, "synthetic")
         if self.declared_tokens is not None and self.ignore_eos:
-            raise ConfigError("workload.declared_tokens needs workload.ignore_eos=false: else every answer is as long as declared")
+            raise ConfigError(
+                "workload.declared_tokens needs workload.ignore_eos=false: else every answer is as long as declared"
+            )
         times = itertools.islice(arrival_times(self.arrivals, arrival_rng), self.num_requests)
         return self._make(prompts.tolist(), outputs.tolist(), times, vocab_size, max_model_len, token_rng)
 
@@ -68,9 +72,7 @@ class Synthetic:
             declared = num_output
             if self.declared_tokens is not None:  # what the client allows, of which the answer uses a part
                 declared = max(num_output, min(self.declared_tokens, max_model_len - num_prompt))
-            params = SamplingParams(
-                max_tokens=declared, temperature=0.0, ignore_eos=self.ignore_eos, detokenize=False
-            )
+            params = SamplingParams(max_tokens=declared, temperature=0.0, ignore_eos=self.ignore_eos, detokenize=False)
             yield WorkloadRequest(
                 prompt_token_ids=tuple(rng.integers(0, vocab_size, num_prompt).tolist()),
                 params=params,

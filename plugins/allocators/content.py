@@ -168,7 +168,9 @@ class ContentIndex:
     def fork(self, parent: SequenceView, child: SequenceView) -> None:
         """The child begins with its parent's blocks."""
         known = self.chain(parent)
-        chain = self.chains[child.id] = Chain(known.root, known.epoch)  # not today's: the parent's entries were not looked at since
+        chain = self.chains[child.id] = Chain(
+            known.root, known.epoch
+        )  # not today's: the parent's entries were not looked at since
         chain.entries = list(known.entries)
 
     def prune(self, living: Mapping[int, SequenceView]) -> None:

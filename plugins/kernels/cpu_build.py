@@ -1,9 +1,10 @@
 """Builds and loads the operators ``torch.ops.quire_cpu``: once a machine and torch version, kept in the cache folder.
 
-``cpu_attention.cpp`` and ``cpu_layers.cpp`` are compiled once for each instruction set, ``cpu_ops.cpp`` against torch's headers; together they are
-one shared library, and which instructions run is chosen when it is loaded. The library's name holds a digest of the
-sources, the torch version, the flags and the compiler (``QUIRE_KERNELS`` names another folder). It is put in place with one rename, so that processes that build
-at the same time do no harm to each other, and a process that finds it needs no compiler.
+``cpu_attention.cpp`` and ``cpu_layers.cpp`` are compiled once for each instruction set, ``cpu_ops.cpp`` against torch's
+headers; together they are one shared library, and which instructions run is chosen when it is loaded. The library's name
+holds a digest of the sources, the torch version, the flags and the compiler (``QUIRE_KERNELS`` names another folder). It
+is put in place with one rename, so that processes that build at the same time do no harm to each other, and a process
+that finds it needs no compiler.
 """
 
 from __future__ import annotations

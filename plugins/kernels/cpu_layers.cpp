@@ -4,24 +4,15 @@
 #include "cpu_ops.h"
 #include "cpu_vector.h"
 
-#include <algorithm>
-
 namespace quire {
 namespace {
 
 // ------------------------------------------------------------------------------------------------ small operations
 
-void norm(const float* x, int64_t x_row, float* residual, const float* weight, float eps, float* out, int64_t rows,
-          int64_t width) {
+void norm(const float* x, int64_t x_row, const float* weight, float eps, float* out, int64_t rows, int64_t width) {
   const int64_t whole = width / W * W;
   for (int64_t r = 0; r < rows; ++r, out += width) {
     const float* from = x + r * x_row;
-    if (residual) {
-      float* sums = residual + r * width;
-      for (int64_t d = 0; d < whole; d += W) store(sums + d, load(sums + d) + load(from + d));
-      for (int64_t d = whole; d < width; ++d) sums[d] += from[d];
-      from = sums;
-    }
     vf squares[2] = {};
     int64_t d = 0;
     for (; d + 2 * W <= whole; d += 2 * W)
@@ -67,28 +58,6 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
         high[d] = b * cos[half + d] + a * sin[half + d];
       }
     }
-  }
-}
-
-void largest(const float* x, int64_t* index, float* value, int64_t rows, int64_t width) {
-  for (int64_t r = 0; r < rows; ++r, x += width) {
-    vf peak = fill(NONE), unordered = {};
-    int64_t d = 0;
-    for (; d + W <= width; d += W) {
-      const vf y = load(x + d);
-      peak = larger(y, peak);
-      unordered = y != y ? fill(1.f) : unordered;
-    }
-    float most = highest(peak), bad = sum(unordered);
-    for (; d < width; ++d) {
-      most = std::max(most, x[d]);
-      bad += x[d] != x[d];
-    }
-    int64_t at = 0;
-    if (bad == 0)
-      while (at < width && x[at] != most) ++at;
-    index[r] = at;
-    value[r] = bad == 0 ? most : std::numeric_limits<float>::quiet_NaN();
   }
 }
 
@@ -156,7 +125,7 @@ void linear(const float* x, int64_t x_row, int64_t rows, const float* panel, int
 }  // namespace
 
 const LayerFunctions& QUIRE_JOIN(layers_, QUIRE_ISA)() {
-  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate, largest};
+  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate};
   return all;
 }
 

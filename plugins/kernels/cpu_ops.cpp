@@ -189,23 +189,15 @@ template <class Work> void share_rows(int64_t rows, int64_t width, const Work& w
   share(pieces, rows * width, [&](int64_t i) { work(i * each, std::min(rows, i * each + each)); });
 }
 
-// out = x / rms(x) * weight, after residual += x where a residual is given; x may have padded rows.
-void norm(const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight, double eps,
-          const at::Tensor& out) {
+// out = x / rms(x) * weight; the rows of x may lie apart.
+void norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
   check_float(x, 2, "x"), check_float(out, 2, "out"), check_float(weight, 1, "weight");
-  const int64_t rows = x.size(0), width = x.size(1);
+  const int64_t rows = x.size(0), width = x.size(1), x_row = x.stride(0);
   TORCH_CHECK(out.sizes() == x.sizes() && out.is_contiguous() && weight.size(0) == width, "norm: shapes differ");
-  TORCH_CHECK(!residual || (residual->sizes() == x.sizes() && residual->is_contiguous() &&
-                            residual->scalar_type() == at::kFloat),
-              "norm: the residual must be contiguous float32 of x's shape");
-  float* sums = residual ? residual->mutable_data_ptr<float>() : nullptr;
-  const auto* from = x.const_data_ptr<float>();
-  const auto* scale = weight.const_data_ptr<float>();
+  const auto *from = x.const_data_ptr<float>(), *scale = weight.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
-  const int64_t x_row = x.stride(0);
   share_rows(rows, width, [&](int64_t a, int64_t b) {
-    layers->norm(from + a * x_row, x_row, sums ? sums + a * width : nullptr, scale, float(eps), to + a * width, b - a,
-                 width);
+    layers->norm(from + a * x_row, x_row, scale, float(eps), to + a * width, b - a, width);
   });
 }
 
@@ -270,19 +262,6 @@ void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, i
   });
 }
 
-// (values [R], ids [R]) of the first of the largest of each row; a row with a NaN gives NaN.
-std::tuple<at::Tensor, at::Tensor> largest(const at::Tensor& x) {
-  check_float(x, 2, "x");
-  TORCH_CHECK(x.is_contiguous() && x.size(1) > 0, "largest: x must be contiguous and not empty");
-  const int64_t rows = x.size(0), width = x.size(1);
-  at::Tensor values = at::empty({rows}, x.options()), ids = at::empty({rows}, x.options().dtype(at::kLong));
-  const auto* from = x.const_data_ptr<float>();
-  auto* value = values.mutable_data_ptr<float>();
-  auto* id = ids.mutable_data_ptr<int64_t>();
-  share(rows, rows * width, [&](int64_t i) { layers->largest(from + i * width, id + i, value + i, 1, width); });
-  return {values, ids};
-}
-
 }  // namespace
 }  // namespace quire
 
@@ -296,10 +275,9 @@ TORCH_LIBRARY(quire_cpu, m) {
   m.def("panel_width() -> int", &quire::panel_width);
   m.def("pack(Tensor weight, Tensor(a!) out) -> ()");
   m.def("linear(Tensor x, Tensor panels, Tensor? bias, bool add, Tensor(a!) out) -> ()");
-  m.def("norm(Tensor x, Tensor(a!)? residual, Tensor weight, float eps, Tensor(b!) out) -> ()");
+  m.def("norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
   m.def("silu_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
-  m.def("largest(Tensor x) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
@@ -310,5 +288,4 @@ TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
   m.impl("norm", &quire::norm);
   m.impl("silu_mul", &quire::silu_mul);
   m.impl("rotate", &quire::rotate);
-  m.impl("largest", &quire::largest);
 }

@@ -58,15 +58,12 @@ struct LayerFunctions {
   // out [rows, columns] (+)= x [rows, k] * one panel + bias
   void (*linear)(const float* x, int64_t x_row, int64_t rows, const float* panel, int64_t k, const float* bias, bool add,
                  float* out, int64_t out_row, int64_t columns);
-  // where a residual is given, residual += x [rows, width] and the sum is taken for x; out = x / rms(x) * weight
-  void (*norm)(const float* x, int64_t x_row, float* residual, const float* weight, float eps, float* out, int64_t rows,
-               int64_t width);
+  // out = x / rms(x) * weight, for x [rows, width]
+  void (*norm)(const float* x, int64_t x_row, const float* weight, float eps, float* out, int64_t rows, int64_t width);
   // out = silu(gate) * up, for x [rows, 2 * width] = (gate, up)
   void (*silu_mul)(const float* x, float* out, int64_t rows, int64_t width);
   // rotates the halves of every head of x [rows, heads, dim] by cos and sin [rows, dim]
   void (*rotate)(float* x, int64_t x_row, const float* cos, const float* sin, int64_t rows, int64_t heads, int64_t dim);
-  // index of the first of the largest of each row of x [rows, width], and that value (NaN if the row has one)
-  void (*largest)(const float* x, int64_t* index, float* value, int64_t rows, int64_t width);
 };
 
 #define QUIRE_DECLARE(ISA)                    \

@@ -111,7 +111,7 @@ inline v4 sum4(vf a, vf b, vf c, vf d) {  // the four sums
   return fold(pair_low(ab, cd) + pair_high(ab, cd));
 }
 
-// e^x to 2 units in the last place (Cephes' expf polynomial); 0 below -87.3, NaN stays NaN.
+// e^x to 2 units in the last place (Cephes' expf polynomial); 0 below -87.3, infinity above 88.3, NaN stays NaN.
 inline vf exponential(vf x) {
   const vf given = x;
   x = x < fill(-87.3f) ? fill(-87.3f) : x;
@@ -131,6 +131,7 @@ inline vf exponential(vf x) {
   bits = ((bits - 0x4b400000) + 127) << 23;
   vf power; std::memcpy(&power, &bits, sizeof power);
   y = y * power;
+  y = given > fill(88.3f) ? fill(-NONE) : y;
   return given < fill(-87.3f) ? vf{} : y;
 }
 inline vf hyperbolic_tangent(vf x) {  // Cephes' tanhf

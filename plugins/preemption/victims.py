@@ -20,7 +20,7 @@ the blocks of those older than it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -57,7 +57,7 @@ def evictions(
         if sequence.id not in search.chosen and search.may_go(sequence):
             search.take(sequence)
     found = search.minimal()
-    return tuple(Eviction(s.id, kind_of(s), s.id in fitting) for s in found) or None
+    return tuple(Eviction(s.id, search.kinds[s.id], s.id in fitting) for s in found) or None
 
 
 def _candidates(view: View, plan: Plan, shortfall: Shortfall, choose: str, min_progress: int) -> list[SequenceView]:
@@ -104,10 +104,10 @@ def _slack_s(sequence: SequenceView, now: float) -> float:
 
 class _Search:
     """The victims so far, and what they free: their own blocks, shared ones whose last holder goes, and blocks no longer asked
-    for."""
+    for. Every step of it costs the blocks of one sequence."""
 
     def __init__(self, view: View, plan: Plan, shortfall: Shortfall, kind_of: Callable[[SequenceView], EvictionKind]):
-        self.view, self.kind_of = view, kind_of
+        self.view, self._kind_of = view, kind_of
         self.chunks = {chunk.sequence: chunk for chunk in plan.chunks}
         self.blocks, self.rows = shortfall.blocks_missing, shortfall.rows_missing
         if self.rows:
@@ -115,9 +115,14 @@ class _Search:
         self.kept = len(plan.chunks)
         self.behind = {chunk.sequence for chunk in plan.chunks[max(1, shortfall.num_fitting) :]}
         self.chosen: dict[int, SequenceView] = {}
+        self.kinds: dict[int, EvictionKind] = {}
+        self._freed = 0
+        self._own: dict[int, int] = {}  # what a victim frees whoever else goes
+        self._shared: dict[int, list[int]] = {}  # blocks that come free when all who hold them have gone
+        self._dropped = Counter[int]()
 
     def enough(self) -> bool:
-        return len(self.chosen) >= self.rows and self._freed(self.chosen.values()) >= self.blocks
+        return len(self.chosen) >= self.rows and self._freed >= self.blocks
 
     def may_go(self, sequence: SequenceView) -> bool:
         """Not the last chunk of the plan."""
@@ -138,8 +143,26 @@ class _Search:
         return sequence.id not in self.chunks or sequence.id in self.behind
 
     def _add(self, sequence: SequenceView) -> None:
-        self.chosen[sequence.id] = sequence
-        self.kept -= sequence.id in self.chunks
+        id, refs = sequence.id, self.view.block_refs
+        kind = self._kind_of(sequence)
+        own, shared = 0, []
+        for block in sequence.block_table:
+            if block == HOLE:
+                continue
+            if refs[block] == 1:
+                own += 1
+            elif kind == "recompute":  # a swap leaves shared blocks where they are
+                shared.append(block)
+        own += _asked(sequence, self.chunks.get(id), self.view.block_size)
+        self.chosen[id], self.kinds[id], self._own[id], self._shared[id] = sequence, kind, own, shared
+        self.kept -= id in self.chunks
+        self._dropped.update(shared)
+        self._freed += self._share(id)
+
+    def _share(self, id: int) -> int:
+        """What would not be free without this victim."""
+        refs, dropped = self.view.block_refs, self._dropped
+        return self._own[id] + sum(1 for block in self._shared[id] if dropped[block] == refs[block])
 
     def minimal(self) -> list[SequenceView]:
         """Without those that the later ones made unnecessary, and without those that free nothing; the first chosen first.
@@ -147,30 +170,16 @@ class _Search:
         Where nobody frees anything, because branches share what they hold, the first goes alone: dropping its references may
         let the last owner write in place.
         """
-        wanted = min(self.blocks, self._freed(self.chosen.values()))
+        wanted = min(self.blocks, self._freed)
         if not wanted and not self.rows:
             return list(self.chosen.values())[:1]
-        for sequence in list(self.chosen.values())[:-1]:
-            rest = [s for s in self.chosen.values() if s is not sequence]
-            if len(rest) >= max(1, self.rows) and self._freed(rest) >= wanted:
-                del self.chosen[sequence.id]
+        for id in list(self.chosen)[:-1]:
+            share = self._share(id)
+            if len(self.chosen) > max(1, self.rows) and self._freed - share >= wanted:
+                self._freed -= share
+                self._dropped.subtract(self._shared[id])
+                del self.chosen[id]
         return list(self.chosen.values())
-
-    def _freed(self, victims: Iterable[SequenceView]) -> int:
-        refs, size = self.view.block_refs, self.view.block_size
-        freed, dropped = 0, Counter[int]()
-        for sequence in victims:
-            freed += _asked(sequence, self.chunks.get(sequence.id), size)
-            keeps_shared = self.kind_of(sequence) == "swap"
-            for block in sequence.block_table:
-                if block == HOLE:
-                    continue
-                if refs[block] == 1:
-                    freed += 1
-                elif not keeps_shared:
-                    dropped[block] += 1
-                    freed += dropped[block] == refs[block]
-        return freed
 
 
 def _asked(sequence: SequenceView, chunk: Chunk | None, size: int) -> int:
@@ -178,4 +187,4 @@ def _asked(sequence: SequenceView, chunk: Chunk | None, size: int) -> int:
     if chunk is None:
         return 0
     end = min(sequence.num_computed_tokens + chunk.num_tokens, sequence.num_tokens)
-    return max(0, -(-end // size) - sum(1 for block in sequence.block_table if block != HOLE))
+    return max(0, -(-end // size) - len(sequence.block_table))  # one that runs has no holes

@@ -59,7 +59,7 @@ class FairScheduler:
         self._first = {}
         counters = {client: self._counters[client] for client in queues}
         while counters:
-            client = min(counters, key=lambda name: (counters[name], name))
+            client = min(counters, key=lambda name: (counters[name], queues[name][0].queued_s, queues[name][0].id))
             sequence = queues[client].popleft()
             if not room.fits(sequence):
                 break  # nobody is skipped: blocks that become free are kept for the least served

@@ -27,7 +27,7 @@ class Room:
         )  # watermark: blocks that newcomers leave free
         self.limit = limit or view.max_num_batched_tokens  # most tokens of one prompt
         self._size = view.block_size
-        self._hold = running
+        self._hold = -(-running // view.block_size)  # blocks that those that run take in this step, about
         self._cached = view.cached_tokens
         self._empty = not running
         self._headroom = 0.0
@@ -51,8 +51,8 @@ class Room:
         return count
 
     def missing_blocks(self, sequence: SequenceView) -> int:
-        """Blocks for the whole sequence, less those it has. A preempted one waits until those that run can grow by a block
-        each, too: otherwise it would be pushed out again at once."""
+        """Blocks for the whole sequence, less those it has. A preempted one waits until those that run can take their next step
+        beside it, too: otherwise it would be pushed out again at once."""
         blocks = -(-sequence.num_tokens // self._size)
         if sequence.where == "device":
             blocks -= len(sequence.block_table)

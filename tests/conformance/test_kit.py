@@ -91,7 +91,7 @@ def test_a_fault_is_told_with_what_it_endangers(here: Path) -> None:
     [
         ((), "nothing to prove: give --allocator NAME"),
         (("--allocator", "pagd"), "--allocator pagd: no such option; installed: "),
-        (("--kernel", "auto"), "it is a list of others; name one of torch"),
+        (("--kernel", "auto"), "it is a list of others; name one of"),
         (("--allocator", "mine", *OWN, "allocator.deep=1"), "allocator.deep: allocator has no field deep"),
         (("--allocator", "mine", "--config-dir", "conf"), "a module of your own needs trust=[its_name]"),
         (("--allocator", "mine", "--config-dir", "nowhere"), "--config-dir nowhere: there is no such folder"),

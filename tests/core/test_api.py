@@ -53,6 +53,21 @@ def test_text_is_that_of_the_tokens_and_stops_are_cut():
         assert (cut.text, cut.finish_reason, cut.stop_reason) == ("one ", "stop", "two")
 
 
+def test_parameters_as_python_writes_them(quire):
+    """Lists, words and a mapping for a structure; the prompt's probabilities."""
+    (answer,) = quire.generate(
+        "a", {**GREEDY, "structure": {"regex": "[ab]{6}"}, "bad_words": ["ab"], "prompt_logprobs": 1}
+    )
+    assert set(answer.text) <= {"a", "b"} and "ab" not in answer.text and answer.prompt_logprobs == ()
+    (answer,) = quire.generate("abc", {**GREEDY, "allowed_token_ids": [65, 66], "logprobs": 2, "prompt_logprobs": 1})
+    assert set(answer.token_ids) <= {65, 66} and len(answer.logprobs) == 6
+    assert [one.token_id for one in answer.prompt_logprobs] == list(b"bc")
+    with pytest.raises(RequestError, match="structure takes one kind"):
+        quire.generate("a", {"structure": {}})
+    with pytest.raises(RequestError, match="regex cannot be used"):
+        quire.generate("a", {"structure": {"regex": "("}})
+
+
 def test_chat_goes_through_the_template(quire):
     messages = [{"role": "user", "content": "hi"}]
     (answer,) = quire.chat(messages, GREEDY)

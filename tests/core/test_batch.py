@@ -23,7 +23,12 @@ def sequence(tokens: list[int], table: list[int], row: int, n: int = 1) -> Seque
 
 def builder(seqs: list[Sequence], block_size: int) -> BatchBuilder:
     limits = Limits(
-        block_size=block_size, num_blocks=128, num_swap_blocks=0, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=64
+        block_size=block_size,
+        num_blocks=128,
+        num_swap_blocks=0,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
     )
     made = BatchBuilder(limits)
     for seq in seqs:
@@ -41,7 +46,11 @@ def test_slot_mapping_of_the_reference_example() -> None:
 
 
 def test_a_mixed_batch_is_packed_end_to_end() -> None:
-    a, b, c = sequence([9, 8, 7, 6, 5], [3, 1], 2), sequence([4, 4, 4], [0], 0), sequence(list(range(20)), [5, 6, 7, 8, 9], 1)
+    a, b, c = (
+        sequence([9, 8, 7, 6, 5], [3, 1], 2),
+        sequence([4, 4, 4], [0], 0),
+        sequence(list(range(20)), [5, 6, 7, 8, 9], 1),
+    )
     batch = builder([a, b, c], 4).pack([Run(a, 4, 5), Run(b, 0, 3), Run(c, 6, 11)])
     assert batch.token_ids.tolist() == [5, 4, 4, 4, 6, 7, 8, 9, 10]
     assert batch.positions.tolist() == [4, 0, 1, 2, 6, 7, 8, 9, 10]

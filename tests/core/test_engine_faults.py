@@ -139,8 +139,20 @@ class ForeignBlock(PagedAllocator):
 @pytest.mark.parametrize("checks", ["cheap", "full"])
 @pytest.mark.parametrize(
     "allocator",
-    [WrongBlock, DoubleFree, Leak, MissingCopy, WritesShared, KeepsHoles, TooFew, LeaksOnShortfall, ClaimsHits, OneLeaseShort, ForeignBlock],
-)  # fmt: skip
+    [
+        WrongBlock,
+        DoubleFree,
+        Leak,
+        MissingCopy,
+        WritesShared,
+        KeepsHoles,
+        TooFew,
+        LeaksOnShortfall,
+        ClaimsHits,
+        OneLeaseShort,
+        ForeignBlock,
+    ],
+)
 def test_an_allocators_fault_is_caught(allocator: type, checks: str) -> None:
     caught = outcome(allocator=allocator(), checks=checks)
     assert caught != "right"
@@ -240,7 +252,9 @@ def _stale_length(builder: BatchBuilder, runs: Any) -> Any:
 def test_a_lost_or_misordered_move_changes_the_output(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Order matters where a block is swapped out and taken again in one step: some pool size below makes that happen."""
     monkeypatch.setattr(ToyExecutor, "_run_moves", fault)
-    swap = Swap(choose="longest", min_progress=0)  # long ones come back while others go: moves of both kinds meet in a step
+    swap = Swap(
+        choose="longest", min_progress=0
+    )  # long ones come back while others go: moves of both kinds meet in a step
     sizes = [(n, b) for n in range(8, 20) for b in (4, 9)]
     assert "other tokens" in {outcome(num_blocks=n, max_num_batched_tokens=b, preemption=swap) for n, b in sizes}
 

@@ -73,7 +73,11 @@ def spy_on(hook: str, base: type) -> tuple[Any, Spy]:
 
 
 def test_every_hook_has_a_contract_and_a_test_of_its_name() -> None:
-    tests = [name for name, _ in inspect.getmembers(sys.modules[__name__], inspect.isfunction) if name.startswith("test_hook_")]
+    tests = [
+        name
+        for name, _ in inspect.getmembers(sys.modules[__name__], inspect.isfunction)
+        if name.startswith("test_hook_")
+    ]
     for hook in HOOKS:
         spec = next(getattr(s, hook) for s in hookspecs.SPECS if hasattr(s, hook))
         assert spec.__doc__ and len(spec.__doc__) > 80, f"{hook} needs a contract"
@@ -136,7 +140,11 @@ def test_hook_prepare_model() -> None:
         def prepare_model(self, model: Any) -> Any:
             return model * 2, "doubled"
 
-    policies = [chosen("allocator", PagedAllocator()), chosen("scheduler", ChunkedScheduler()), chosen("preemption", Swap())]
+    policies = [
+        chosen("allocator", PagedAllocator()),
+        chosen("scheduler", ChunkedScheduler()),
+        chosen("preemption", Swap()),
+    ]
     assert EngineHooks(policies).prepare_model(4) == (4, None)
     assert EngineHooks([*policies, chosen("linears", Doubles())]).prepare_model(4) == (8, "doubled")
 
@@ -157,7 +165,11 @@ def test_hook_select_kernel() -> None:
         def select_kernel(self, case: AttentionCase) -> Any:
             return "a kernel"
 
-    policies = [chosen("allocator", PagedAllocator()), chosen("scheduler", ChunkedScheduler()), chosen("preemption", Swap())]
+    policies = [
+        chosen("allocator", PagedAllocator()),
+        chosen("scheduler", ChunkedScheduler()),
+        chosen("preemption", Swap()),
+    ]
     never, always = chosen("kernel", Never()), chosen("kernel", Always())
     assert EngineHooks([*policies, never, always]).select_kernel(CASE) == "a kernel"
     with pytest.raises(ConfigError, match="no head_dim 64 here"):
@@ -204,7 +216,9 @@ def test_hook_cached_tokens() -> None:
             seen.append(dict(view.cached_tokens))
             return ChunkedScheduler.plan_step(self, view)
 
-    result = run(make_engine(allocator=Looks(), scheduler=Reads(), max_num_seqs=2), [Work((1, 2, 3, i), 3) for i in range(5)])
+    result = run(
+        make_engine(allocator=Looks(), scheduler=Reads(), max_num_seqs=2), [Work((1, 2, 3, i), 3) for i in range(5)]
+    )
     assert seen[0] == {0: 2, 1: 2}
     assert all(reason == "length" for reason in result.reason.values())
 
@@ -453,7 +467,11 @@ def test_hook_requests_arrived(observed: dict[str, list[Any]]) -> None:
 
 def test_hook_sequences_preempted(observed: dict[str, list[Any]]) -> None:
     flat = [p for call in observed["sequences_preempted"] for p in call]
-    assert flat == [p for r in observed["reports"] for p in r.preempted] and all(isinstance(p, Preempted) for p in flat) and flat
+    assert (
+        flat == [p for r in observed["reports"] for p in r.preempted]
+        and all(isinstance(p, Preempted) for p in flat)
+        and flat
+    )
 
 
 def test_hook_sequences_finished(observed: dict[str, list[Any]]) -> None:

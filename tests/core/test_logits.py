@@ -103,7 +103,8 @@ def test_plain_requests_have_no_edits() -> None:
 
 
 KINDS = [
-    {}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": {3: 5.0}}, {"min_tokens": 9},
+    {}, {"repetition_penalty": 1.3}, {"presence_penalty": 1.0, "frequency_penalty": 0.5}, {"logit_bias": {3: 5.0}},
+    {"min_tokens": 9},
     {"allowed_token_ids": (5, 6, 7, 100)}, {"bad_words": ((9,), (9, 4))}, {"min_p": 0.2}, {"top_k": 3, "repetition_penalty": 2.0},
 ]  # fmt: skip
 MIXES = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([0.0, 0.7, 1.5])), min_size=1, max_size=8)

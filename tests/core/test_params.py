@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from core.types import RequestError, SamplingParams
+from core.types import RequestError, SamplingParams, Structure
 from tests.toy import VOCAB, Work, make_engine, run
 
 GOOD = SamplingParams(max_tokens=4)
@@ -37,7 +37,20 @@ def test_a_temperature_must_be_finite_and_not_negative(engine, value: Any) -> No
         ("seed", [1.5, 2**63, "1"]),
         ("logprobs", [-1, 21, VOCAB, 1.5]),
         ("stop", [("",), ("a", "b", "c", "d", "e"), ("x" * 2000,), (5,)]),
-        ("stop_token_ids", [(VOCAB,), (-1,), (1.5,)]),
+        ("stop_token_ids", [(VOCAB,), (-1,), (1.5,), 5]),
+        ("allowed_token_ids", [(VOCAB,), (-1,), (), (True,), 5]),
+        (
+            "logit_bias",
+            [{VOCAB: 1}, {-1: 1}, {"1": 1}, {1: math.nan}, {1: 101}, {1: True}, [1], dict.fromkeys(range(1025), 1)],
+        ),
+        ("bad_words", [((VOCAB,),), ((),), (5,), "x", ((1,),) * 1025, ((1,) * 1025,)]),
+        ("min_p", [-0.1, 1.1, math.nan, True]),
+        ("repetition_penalty", [0, -1, math.inf, math.nan, 101, "1"]),
+        ("presence_penalty", [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.1, 2.1, math.nan]),
+        ("min_tokens", [-1, 1.5, True, 5]),
+        ("prompt_logprobs", [-1, 21, 1.5]),
+        ("structure", ["x", Structure("xml", "x"), Structure("regex", 5)]),
     ],
 )
 def test_values_out_of_range_are_refused(engine, field: str, values: list[Any]) -> None:

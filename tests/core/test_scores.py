@@ -47,7 +47,8 @@ def serve(engine: Any, params: list[SamplingParams], again: int = 1) -> tuple[li
 
 def alone(params: list[SamplingParams]) -> list[Any]:
     return [
-        serve(make_engine(num_blocks=256, max_num_batched_tokens=512), [one if j == i else SamplingParams(max_tokens=1) for j in range(i + 1)])[0][i]
+        serve(make_engine(num_blocks=256, max_num_batched_tokens=512),
+        [one if j == i else SamplingParams(max_tokens=1) for j in range(i + 1)])[0][i]
         for i, one in enumerate(params)
     ]  # fmt: skip
 
@@ -67,7 +68,11 @@ def test_the_lengths_are_right() -> None:
 @pytest.mark.parametrize(("num_blocks", "budget"), [(64, 512), (64, 3), (30, 64), (18, 5)])
 def test_nothing_depends_on_the_company(allocator: Any, preemption: Any, num_blocks: int, budget: int) -> None:
     engine = make_engine(
-        num_blocks=num_blocks, max_num_batched_tokens=budget, allocator=allocator(), preemption=preemption(), max_model_len=64
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        allocator=allocator(),
+        preemption=preemption(),
+        max_model_len=64,
     )
     found, preempted = serve(engine, KINDS)
     assert found == ALONE
@@ -120,7 +125,10 @@ class Oversharing(PagedAllocator):
 
     def reserve(self, plan: Any, sequences: Any) -> Any:
         leases = super().reserve(plan, sequences)
-        return [attrs.evolve(lease, num_cached_tokens=1) if isinstance(lease, Lease) and lease.blocks else lease for lease in leases]
+        return [
+            attrs.evolve(lease, num_cached_tokens=1) if isinstance(lease, Lease) and lease.blocks else lease
+            for lease in leases
+        ]
 
 
 def test_an_allocator_that_shares_across_salts_is_caught() -> None:

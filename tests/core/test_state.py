@@ -14,7 +14,9 @@ from tests.toy import Work, make_engine
 
 
 def make_state() -> State:
-    limits = Limits(block_size=4, num_blocks=8, num_swap_blocks=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=8)
+    limits = Limits(
+        block_size=4, num_blocks=8, num_swap_blocks=4, max_model_len=32, max_num_seqs=3, max_num_batched_tokens=8
+    )
     return State(limits, BlockPool(8, 4), cost=None)  # type: ignore[arg-type]
 
 
@@ -127,6 +129,16 @@ def test_idle_means_that_nothing_is_held() -> None:
 def test_values_between_stages_are_frozen() -> None:
     from core import types
 
-    for name in ("Plan", "Lease", "Shortfall", "Eviction", "Release", "Request", "SamplingParams", "Limits", "EngineInfo"):
+    for name in (
+        "Plan",
+        "Lease",
+        "Shortfall",
+        "Eviction",
+        "Release",
+        "Request",
+        "SamplingParams",
+        "Limits",
+        "EngineInfo",
+    ):
         assert attrs.has(getattr(types, name))
         assert getattr(types, name).__setattr__ is not object.__setattr__, name

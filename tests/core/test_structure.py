@@ -35,7 +35,8 @@ def following(text: str, one: Structure) -> str:
 @pytest.mark.parametrize(
     ("kind", "text", "so_far", "then"),
     [
-        ("regex", "ab?", "", "a"), ("regex", "ab?", "a", "$b"), ("regex", "ab?", "ab", "$"), ("choice", '["no", "nor"]', "no", "$r"),
+        ("regex", "ab?", "", "a"), ("regex", "ab?", "a", "$b"), ("regex", "ab?", "ab", "$"),
+        ("choice", '["no", "nor"]', "no", "$r"),
         ("grammar", 'start: "(" start ")" | "x"', "((", "(x"), ("json_schema", '{"const": 7}', "", "7"),
         ("json_schema", '{"enum": ["a", true]}', "", '"t'), ("json_schema", "true", "1", None), ("json_schema", "{}", "n", "u"),
     ],
@@ -125,7 +126,9 @@ def test_a_grammar_survives_preemptions(n: int) -> None:
         assert len(json.loads(text)) == 10
         alone = make_engine(num_blocks=512, max_model_len=512)
         alone.submit((i, 1, 2), attrs.evolve(params, seed=i))
-        expected = "".join(o.text for _ in iter(alone.has_work, False) for o in alone.step().outputs if o.branch == branch)
+        expected = "".join(
+            o.text for _ in iter(alone.has_work, False) for o in alone.step().outputs if o.branch == branch
+        )
         assert text == expected
 
 
@@ -141,3 +144,12 @@ def test_a_grammar_that_fails_ends_its_request_alone(monkeypatch) -> None:
     assert {(o.request_id == other_id, o.finish_reason) for o in ends} == {(True, "length"), (False, "error")}
     assert [o.error for o in ends if o.error] == ["following the grammar failed: ZeroDivisionError"]
     engine.assert_idle()
+
+
+def test_every_kind_of_eos_is_allowed_exactly_where_the_text_is_complete() -> None:
+    toy = ToyExecutor()
+    model = attrs.evolve(toy.load(), eos_token_ids=frozenset({257, 0, 300}))
+    state = Grammars(toy.tokenizer, model).compile(Structure("regex", "ab?")).start()
+    assert not state.allowed(320)[[0, 257, 300]].any()
+    state.advance(ord("a"))
+    assert state.allowed(320)[[0, 257, 300]].all()

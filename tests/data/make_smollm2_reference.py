@@ -84,4 +84,7 @@ if __name__ == "__main__":
     rows = reference()
     lines = ",\n".join(json.dumps(row) for row in rows)
     (HERE / "smollm2_greedy.json").write_text(f"[\n{lines}\n]\n")
-    print(f"{len(rows)} prompts of {min(len(r['prompt']) for r in rows)} to {max(len(r['prompt']) for r in rows)} tokens", file=sys.stderr)
+    print(
+        f"{len(rows)} prompts of {min(len(r['prompt']) for r in rows)} to {max(len(r['prompt']) for r in rows)} tokens",
+        file=sys.stderr,
+    )

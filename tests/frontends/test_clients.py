@@ -36,7 +36,8 @@ def strict(server: Server) -> Iterator[openai.OpenAI]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {}, {"n": 3}, {"best_of": 3, "n": 2}, {"logprobs": 5}, {"logprobs": 0}, {"echo": True}, {"stop": ["wör", "x"]}, {"suffix": ""},
+        {}, {"n": 3}, {"best_of": 3, "n": 2}, {"logprobs": 5}, {"logprobs": 0}, {"echo": True}, {"stop": ["wör", "x"]},
+        {"suffix": ""},
         {"logit_bias": {"72": -100}, "presence_penalty": 1, "frequency_penalty": -1, "seed": 3, "user": "me", "top_p": 0.5},
         {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {"prompt": [[1], [2, 3]]}, {"max_tokens": 3, "temperature": 0},
     ],
@@ -58,7 +59,8 @@ def test_completions_fit_openais_types(strict: openai.OpenAI, fields: dict[str, 
 
 CHATS: list[dict[str, Any]] = [
     {}, {"n": 3}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20}, {"stop": "wör", "max_tokens": 40}, {"seed": 1},
-    {"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}, {"max_completion_tokens": 3, "max_tokens": 3},
+    {"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}},
+    {"max_completion_tokens": 3, "max_tokens": 3},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, "max_tokens": 40},
     {"logit_bias": {"72": -100}, "presence_penalty": 1, "frequency_penalty": 1, "metadata": {"a": "b"}, "service_tier": "auto"},
 ]  # fmt: skip
@@ -160,7 +162,9 @@ def judge(server: Server, mode: str, examples: int) -> dict[str, int]:
     )
     for result in schemathesis.openapi.from_url(server.url + "/openapi.json").get_all_operations():
         operation = result.ok()
-        if mode == "positive" or operation.method == "post" and operation.body:  # there must be something to get wrong
+        if mode == "positive" or (
+            operation.method == "post" and operation.body
+        ):  # there must be something to get wrong
             tries(given(operation.as_strategy(generation_mode=GenerationMode(mode)))(one))()
     return seen
 

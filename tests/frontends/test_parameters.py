@@ -102,14 +102,18 @@ SHAPES: list[dict[str, Any]] = [
 @ROUTES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_stream_says_what_the_answer_says(hashed: Server, server: Server, route: str, shape: Any, logprobs: bool) -> None:
+def test_a_stream_says_what_the_answer_says(
+    hashed: Server, server: Server, route: str, shape: Any, logprobs: bool
+) -> None:
     """For every field that changes what is shown, alone and together; with hashed tokens and with text."""
     if logprobs:
         shape = {**shape, **({"logprobs": 3} if route == COMPLETIONS else {"logprobs": True, "top_logprobs": 3})}
     for running in (hashed, server):
         both(running, route, seed=5, **shape)
         if route == COMPLETIONS:
-            assert len(both(running, route, seed=5, prompt=["hi", [104, 105, 106], "é"], **shape)) == 3 * shape.get("n", 1)
+            assert len(both(running, route, seed=5, prompt=["hi", [104, 105, 106], "é"], **shape)) == 3 * shape.get(
+                "n", 1
+            )
 
 
 @ROUTES
@@ -178,7 +182,13 @@ def test_logprobs_of_a_completion(hashed: Server) -> None:
 def test_logprobs_are_those_of_the_raw_logits(hashed: Server) -> None:
     """What the parameters of sampling allow does not change them; top_k = 1 gives no infinity."""
     plain = logged(hashed, logprobs=5, temperature=0, max_tokens=1)
-    for fields in ({"top_k": 1}, {"top_p": 0.01}, {"temperature": 1, "top_k": 1}, {"logit_bias": {"5": -100}}, {"min_p": 1}):
+    for fields in (
+        {"top_k": 1},
+        {"top_p": 0.01},
+        {"temperature": 1, "top_k": 1},
+        {"logit_bias": {"5": -100}},
+        {"min_p": 1},
+    ):
         found = logged(hashed, **{"logprobs": 5, "temperature": 0, "max_tokens": 1, **fields})
         assert plain["logprobs"]["top_logprobs"][0].items() <= found["logprobs"]["top_logprobs"][0].items()
     forced = logged(hashed, logprobs=1, allowed_token_ids=[7], max_tokens=3, ignore_eos=True)["logprobs"]
@@ -202,7 +212,15 @@ def test_text_offsets_and_tokens_of_split_characters(server: Server) -> None:
 @pytest.mark.parametrize("prompt", ["abcd", [97, 98, 99, 100]])
 def test_echo_with_logprobs(hashed: Server, prompt: Any, fields: dict[str, Any], max_tokens: int) -> None:
     """Prompt and answer in one: L + M entries, the first without a probability; 0 tokens is the prompt alone."""
-    asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": max_tokens, "ignore_eos": True, "seed": 2, **fields}
+    asked = {
+        "prompt": prompt,
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "seed": 2,
+        **fields,
+    }
     for choice in both(hashed, COMPLETIONS, **asked).values():
         lists = choice["logprobs"]
         assert choice["text"].startswith("abcd") and choice["finish_reason"] == "length"
@@ -217,7 +235,9 @@ def test_echo_with_logprobs(hashed: Server, prompt: Any, fields: dict[str, Any],
 
 def test_the_probability_of_a_prompt_is_that_of_the_same_answer(hashed: Server) -> None:
     """What greedy decoding gave, asked again as a prompt: equal numbers, in small chunks and large, cold and warm."""
-    first = logged(hashed, prompt="abcd", logprobs=2, temperature=0, max_tokens=9, return_token_ids=True, ignore_eos=True)
+    first = logged(
+        hashed, prompt="abcd", logprobs=2, temperature=0, max_tokens=9, return_token_ids=True, ignore_eos=True
+    )
     tokens = [*b"abcd", *first["token_ids"]]
     for _ in range(2):
         again = logged(hashed, prompt=tokens, logprobs=2, echo=True, max_tokens=0)
@@ -309,7 +329,13 @@ def test_what_contradicts_itself_ends_that_request_alone(hashed: Server, route: 
 @ROUTES
 def test_penalties_change_answers_and_repeat(hashed: Server, route: str) -> None:
     """A repetition penalty counts the prompt too; presence and frequency the output alone."""
-    common = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "max_tokens": 24, "allowed_token_ids": list(range(97, 105))}
+    common = {
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "max_tokens": 24,
+        "allowed_token_ids": list(range(97, 105)),
+    }
     plain = one(hashed, route, **common)["token_ids"]
     for name, value in (("presence_penalty", 2), ("frequency_penalty", 2), ("repetition_penalty", 50)):
         first, again = (one(hashed, route, **common, **{name: value})["token_ids"] for _ in range(2))
@@ -375,7 +401,8 @@ def deep(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "structured",
     [
-        {"regex": "("}, {"regex": "[z-a]"}, {"grammar": "start: nothing"}, {"grammar": " "}, {"grammar": "start: \"a"}, {"json": "{"},
+        {"regex": "("}, {"regex": "[z-a]"}, {"grammar": "start: nothing"}, {"grammar": " "}, {"grammar": "start: \"a"},
+        {"json": "{"},
         {"json": "5"}, {"json": {"type": "nothing"}}, {"json": {"$ref": "http://127.0.0.1:1/x"}}, {"json": {"$ref": "#/nowhere"}},
         {"json": deep(40)}, {"json": deep(120)}, {"regex": "x" * 70_000}, {"json": "[" * 60_000},
     ],
@@ -396,7 +423,7 @@ def test_bad_grammars(hashed: Server, route: str, structured: dict[str, Any], st
         {"json": {"type": "string", "pattern": "(((x{1,999}){1,999}){1,999})"}}, {"regex": "(.*a.{30,60}){9}"},
         {"grammar": "start: a a a a\n" + "\n".join(f"a{'a' * i}: (a{'a' * (i + 1)})*" for i in range(40)) + f"\na{'a' * 40}: /x*/"},
         {"json": {"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}}},
-        {"json": {"allOf": [{"oneOf": [{"type": "object", "properties": {f"k{i}{j}": {"type": "string"}}} for j in range(9)]} for i in range(9)]}},
+        {"json": {"allOf": [{"oneOf": [{"properties": {f"k{i}{j}": {"type": "string"}}} for j in range(9)]} for i in range(9)]}},
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -426,7 +453,9 @@ def test_prompts_are_cut_from_the_left(hashed: Server) -> None:
     assert logged(hashed, truncate_prompt_tokens=3, **asked)["prompt_token_ids"] == list(b"def")
     assert logged(hashed, truncate_prompt_tokens=30, **asked)["prompt_token_ids"] == list(b"abcdef")
     assert logged(hashed, truncate_prompt_tokens=3, echo=True, **asked)["text"].startswith("def")
-    reply = post(hashed, COMPLETIONS, {**COMPLETION, "prompt": "x" * 9000, "truncate_prompt_tokens": -1, "max_tokens": 5})
+    reply = post(
+        hashed, COMPLETIONS, {**COMPLETION, "prompt": "x" * 9000, "truncate_prompt_tokens": -1, "max_tokens": 5}
+    )
     assert reply.json()["usage"]["prompt_tokens"] == 8192 - 5
 
 
@@ -468,8 +497,13 @@ def test_salt_and_priority_reach_the_engine(hashed: Server) -> None:
 def test_request_ids(server: Server) -> None:
     """A client's own comes back, on errors too; strange ones are replaced; every answer has one."""
     json_type = {"content-type": "application/json"}
-    for path, data in ((COMPLETIONS, COMPLETION), (COMPLETIONS, {**COMPLETION, "stream": True}), (COMPLETIONS, {}), ("/nothing", None)):
-        for method in (("POST",) if data is not None else ("GET", "POST")):
+    for path, data in (
+        (COMPLETIONS, COMPLETION),
+        (COMPLETIONS, {**COMPLETION, "stream": True}),
+        (COMPLETIONS, {}),
+        ("/nothing", None),
+    ):
+        for method in ("POST",) if data is not None else ("GET", "POST"):
             reply = Reply(server, method, path, data, headers={**json_type, "x-request-id": "my-id_1.2:3"})
             assert reply.headers.get_all("x-request-id") == ["my-id_1.2:3"]
     for strange in ("a b", "x" * 129, "é".encode().decode("latin-1"), ""):
@@ -482,12 +516,19 @@ def test_tokens_of_a_text_and_back(server: Server) -> None:
     """Texts, chats, names of tokens; and the text of ids."""
     for text in ("", "hi é🙂", "a\x00b"):
         answer = post(server, "/tokenize", {"prompt": text, "model": "toy"}).json()
-        assert answer == {"count": len(text.encode()), "max_model_len": 8192, "tokens": list(text.encode()), "token_strs": None}
+        assert answer == {
+            "count": len(text.encode()),
+            "max_model_len": 8192,
+            "tokens": list(text.encode()),
+            "token_strs": None,
+        }
         assert post(server, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
     named = post(server, "/tokenize", {"prompt": "aé", "return_token_strs": True}).json()
     assert named["token_strs"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
     chat = {"messages": CHAT["messages"]}
-    ids = [post(server, "/tokenize", {**chat, **more}).json()["tokens"] for more in ({}, {"add_generation_prompt": False})]
+    ids = [
+        post(server, "/tokenize", {**chat, **more}).json()["tokens"] for more in ({}, {"add_generation_prompt": False})
+    ]
     assert [bytes(each).decode() for each in ids] == ["user: hi\nassistant: ", "user: hi\n"]
     assert post(server, "/detokenize", {"tokens": [97, EOS]}).json()["prompt"] == "a<eos>"
     assert post(server, "/detokenize", {"tokens": [97, EOS], "skip_special_tokens": True}).json()["prompt"] == "a"
@@ -496,7 +537,8 @@ def test_tokens_of_a_text_and_back(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "status"),
     [
-        ("/tokenize", {}, 400), ("/tokenize", {"prompt": 5}, 400), ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}, 400),
+        ("/tokenize", {}, 400), ("/tokenize", {"prompt": 5}, 400), ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]},
+        400),
         ("/tokenize", {"prompt": "a", "model": "gpt"}, 404), ("/tokenize", {"messages": []}, 400), ("/detokenize", {}, 400),
         ("/detokenize", {"tokens": [-1]}, 400), ("/detokenize", {"tokens": [320]}, 400), ("/detokenize", {"tokens": [2**70]}, 400),
         ("/detokenize", {"tokens": "a"}, 400), ("/detokenize", {"tokens": [1], "x": 1}, 400),

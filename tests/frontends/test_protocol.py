@@ -49,7 +49,12 @@ def test_every_served_field_reaches_the_engine(read: Any) -> None:
         "presence_penalty": -1, "frequency_penalty": 1, "logit_bias": {"5": 1, "07": -100}, "allowed_token_ids": [5, 7],
         "prompt_logprobs": 3, "include_stop_str_in_output": True, "skip_special_tokens": False,
     }  # fmt: skip
-    changed = {"stop": ("a", "b"), "stop_token_ids": (1, 2), "logit_bias": {5: 1.0, 7: -100.0}, "allowed_token_ids": (5, 7)}
+    changed = {
+        "stop": ("a", "b"),
+        "stop_token_ids": (1, 2),
+        "logit_bias": {5: 1.0, 7: -100.0},
+        "allowed_token_ids": (5, 7),
+    }
     expected = SamplingParams(**{**asked, **changed})
     assert read(**asked).params() == expected
 
@@ -80,7 +85,8 @@ def test_null_is_absent(read: Any) -> None:
         ("cache_salt", ""), ("cache_salt", 5), ("cache_salt", ["a"]), ("cache_salt", True), ("cache_salt", "x" * 257),
         ("ignore_eos", 1), ("ignore_eos", "true"), ("stream", "true"), ("stream", 1), ("stream_options", True),
         ("model", 5), ("model", None), ("model", ["m"]),
-        ("n", 0), ("n", -1), ("n", 129), ("n", True), ("n", 1.0), ("min_tokens", -1), ("min_tokens", 1.5), ("min_p", -0.1), ("min_p", 1.1),
+        ("n", 0), ("n", -1), ("n", 129), ("n", True), ("n", 1.0), ("min_tokens", -1), ("min_tokens", 1.5), ("min_p", -0.1),
+        ("min_p", 1.1),
         ("repetition_penalty", 0), ("repetition_penalty", "1"), ("repetition_penalty", 101), ("presence_penalty", 2.1),
         ("presence_penalty", True), ("frequency_penalty", -2.1), ("logit_bias", {"abc": 1}), ("logit_bias", {"-1": 1}),
         ("logit_bias", {"1.5": 1}), ("logit_bias", {"1": "x"}), ("logit_bias", {"1": True}), ("logit_bias", {"1": 101}),
@@ -88,7 +94,8 @@ def test_null_is_absent(read: Any) -> None:
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", 5), ("bad_words", [""]), ("bad_words", "x"),
         ("bad_words", ["x"] * 129), ("bad_words", ["x" * 257]), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
         ("skip_special_tokens", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("cache_salt", ""),
-        ("cache_salt", "a b"), ("cache_salt", "x" * 257), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31), ("echo", "yes"),
+        ("cache_salt", "a b"), ("cache_salt", "x" * 257), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31),
+        ("echo", "yes"),
         ("return_token_ids", 1),
     ],
 )  # fmt: skip
@@ -118,7 +125,8 @@ def test_what_is_not_served(read: Any, name: str, unused: Any, used: Any) -> Non
 @pytest.mark.parametrize(
     ("name", "unused", "used"),
     [
-        ("tools", [], [{"type": "function"}]), ("tool_choice", "auto", "required"), ("best_of", 1, 2), ("modalities", ["text"], ["audio"]), ("audio", None, {}), ("functions", [], [1]),
+        ("tools", [], [{"type": "function"}]), ("tool_choice", "auto", "required"), ("best_of", 1, 2), ("modalities", ["text"],
+        ["audio"]), ("audio", None, {}), ("functions", [], [1]),
         ("reasoning_effort", None, "high"),
     ],
 )  # fmt: skip
@@ -156,7 +164,12 @@ def test_n_is_the_number_of_beams(read: Any) -> None:
 def test_best_of_is_the_number_of_beams_where_it_is_given() -> None:
     """The completion route's own: of best_of beams the n best answers, ranked by the search itself, not by mean probability."""
     request = completion(use_beam_search=True, n=2, best_of=5)
-    assert (request.params().beam_width, request.params().n, request.num_branches, request.num_logprobs) == (5, 2, 2, None)
+    assert (request.params().beam_width, request.params().n, request.num_branches, request.num_logprobs) == (
+        5,
+        2,
+        2,
+        None,
+    )
 
 
 def test_what_completions_do_not_serve() -> None:
@@ -182,7 +195,8 @@ def test_completions_that_contradict_themselves(fields: dict[str, Any], param: s
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"logprobs": 1},
+        "logprobs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
 )  # fmt: skip

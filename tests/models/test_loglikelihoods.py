@@ -1,4 +1,4 @@
-"""Log-likelihoods of SmolLM2 over HTTP are transformers' own to 1e-4, asked as lm-eval asks, and grammars hold on a real vocabulary."""
+"""Log-likelihoods of SmolLM2 over HTTP are transformers' own to 1e-4, asked as lm-eval asks; grammars on a real vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ TEXT = (
     "Rivers carried timber to the mills, and mills turned rags into paper. Every town that had a press soon had a paper, "
     "and every paper a debate — naïve or not 🙂."
 )
-CASES = [("The capital of France is", " Paris"), ("The capital of France is", " a potato"), ("2 + 2 =", " 4"), ("", TEXT)]
+CASES = [
+    ("The capital of France is", " Paris"),
+    ("The capital of France is", " a potato"),
+    ("2 + 2 =", " 4"),
+    ("", TEXT),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,14 @@ def tokens_of(quire: Any, context: str, continuation: str) -> tuple[list[int], i
 def test_loglikelihoods_as_lm_eval_asks_for_them(quire: Any, server: Server, expected: Any) -> None:
     """A list of token prompts, max_tokens=1, logprobs=1, echo: slices of token_logprobs, and greedy by the best of top_logprobs."""
     asked = [tokens_of(quire, *case) for case in CASES]
-    body = {"model": "default", "prompt": [ids for ids, _ in asked], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
+    body = {
+        "model": "default",
+        "prompt": [ids for ids, _ in asked],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "temperature": 0,
+    }
     for _ in range(2):  # again, when everything could have been cached
         choices = post(server, "/v1/completions", body).json()["choices"]
         for choice, (ids, num_context) in zip(choices, asked, strict=True):
@@ -71,7 +83,10 @@ def test_loglikelihoods_as_lm_eval_asks_for_them(quire: Any, server: Server, exp
             assert len(lists["token_logprobs"]) == len(ids) + 1
             found = lists["token_logprobs"][num_context:-1]
             assert found == pytest.approx([value for value, _ in truth[num_context - 1 :]], abs=1e-4)
-            greedy = [value == max(top.values()) for value, top in zip(found, lists["top_logprobs"][num_context:-1], strict=True)]
+            greedy = [
+                value == max(top.values())
+                for value, top in zip(found, lists["top_logprobs"][num_context:-1], strict=True)
+            ]
             assert greedy == [is_best for _, is_best in truth[num_context - 1 :]]
 
 
@@ -88,7 +103,10 @@ def test_json_of_a_schema_on_a_real_vocabulary(server: Server) -> None:
     """Valid, complete, and the same alone and beside others; eos comes when the text is complete."""
     schema = {
         "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "minimum": 0, "maximum": 10**8}},
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "people": {"type": "integer", "minimum": 0, "maximum": 10**8},
+        },
         "required": ["city", "people"],
         "additionalProperties": False,
     }

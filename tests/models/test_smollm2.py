@@ -64,7 +64,9 @@ def test_greedy_answers_are_transformers_own_under_swaps_and_recomputes() -> Non
 @pytest.mark.timeout(300)
 def test_the_capital_of_france_is_paris_and_the_answer_ends_with_stop() -> None:
     with core.build(["cache.num_blocks=64", "num_threads=1"]) as quire:
-        (answer,) = quire.chat([{"role": "user", "content": "What is the capital of France?"}], {"max_tokens": 24, "temperature": 0})
+        (answer,) = quire.chat(
+            [{"role": "user", "content": "What is the capital of France?"}], {"max_tokens": 24, "temperature": 0}
+        )
     assert answer.text == "The capital of France is Paris."
     assert answer.finish_reason == "stop"
 
@@ -96,7 +98,9 @@ def test_sixteen_concurrent_streams_over_http_get_the_text_they_get_alone(tmp_pa
     port = _free_port()
     words = ["cache.num_blocks=64", f"frontend.port={port}"]
     with open(tmp_path / "serve.log", "w") as log:
-        server = subprocess.Popen([sys.executable, "-m", "core.serve", *words], stdout=log, stderr=log, env=os.environ, cwd=DATA.parents[1])
+        server = subprocess.Popen(
+            [sys.executable, "-m", "core.serve", *words], stdout=log, stderr=log, env=os.environ, cwd=DATA.parents[1]
+        )
         try:
             texts = asyncio.run(_stream_all(openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")))
         finally:
@@ -125,7 +129,12 @@ async def _stream_all(client) -> list[str]:
 
     async def one(row) -> str:
         stream = await client.completions.create(
-            model="default", prompt=row["prompt"], max_tokens=24, temperature=0, stream=True, extra_body={"ignore_eos": True}
+            model="default",
+            prompt=row["prompt"],
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         return "".join([chunk.choices[0].text async for chunk in stream])
 

@@ -214,8 +214,15 @@ def test_element_offsets_beyond_2_31():
 
 def case_of(**changes) -> AttentionCase:
     fields = {
-        "phase": "decode", "dtype": "float32", "kv_dtype": "float32", "head_dim": 64, "group_size": 3,
-        "window": None, "soft_cap": None, "block_size": 16, "device": "cpu",
+        "phase": "decode",
+        "dtype": "float32",
+        "kv_dtype": "float32",
+        "head_dim": 64,
+        "group_size": 3,
+        "window": None,
+        "soft_cap": None,
+        "block_size": 16,
+        "device": "cpu",
     }
     return AttentionCase(**(fields | changes))
 
@@ -248,6 +255,7 @@ def test_same_tokens_as_the_torch_kernel_through_the_executor():
 
 # ------------------------------------------------------------------------------------------------ building
 
+
 def select_elsewhere(tmp_path, **environment) -> str:
     """What a fresh process with this environment answers: the refusal's reason, or the line of the kernel."""
     code = (
@@ -275,7 +283,9 @@ def test_a_library_that_was_built_before_needs_no_compiler(tmp_path):
 
 def test_a_compiler_that_fails_is_named_and_leaves_nothing_behind(tmp_path):
     fake = tmp_path / "c++"
-    fake.write_text("#!/bin/sh\n[ $1 = --version ] && echo fake 1.0 && exit 0\necho 'error: out of ideas' >&2\nexit 1\n")
+    fake.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo fake 1.0 && exit 0\necho 'error: out of ideas' >&2\nexit 1\n"
+    )
     fake.chmod(0o755)
     answer = select_elsewhere(tmp_path, CXX=str(fake))
     assert "out of ideas" in answer and "\n" not in answer

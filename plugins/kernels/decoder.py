@@ -1,0 +1,238 @@
+"""A llama-like decoder's step without transformers' Python: the same layers called directly, with merged projections.
+
+Takes the place of a ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM`` in float32 on a CPU, after its
+logits were found equal to the original's to 1e-5. q, k and v are one product, gate and up another; norm, rotation and
+activation are one operator each and residuals are added by the products; only rows that are sampled pass the last
+layer's MLP, the norm and the head. Buffers are kept from step to step.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from core.model import connect, packed_logits
+from plugins.kernels.linears import Chooser, Linear
+
+KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
+TOLERANCE = 1e-5
+
+
+class TorchOperators:
+    """The small operations in torch; ``out`` of the same meaning as in ``CpuOperators``."""
+
+    @staticmethod
+    def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps), weight, out=out)
+
+    @staticmethod
+    def silu_mul(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return torch.mul(F.silu(gate), up, out=out)
+
+    @staticmethod
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+        dim = cos.shape[1]
+        part = x[:, : heads * dim].view(len(x), heads, dim)
+        low, high = part.chunk(2, dim=-1)
+        part.copy_(part * cos[:, None] + torch.cat([-high, low], dim=-1) * sin[:, None])
+
+
+class CpuOperators:
+    """The same in one C++ operator each (``cpu_ops.cpp``)."""
+
+    def __init__(self) -> None:
+        ops = torch.ops.quire_cpu
+        self._norm, self._silu_mul, self.rotate = ops.norm.default, ops.silu_mul.default, ops.rotate.default
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+        """out = x / rms(x) * weight, [T, hidden]."""
+        self._norm(x, weight, eps, out)
+        return out
+
+    def silu_mul(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """out [T, F] = silu(x[:, :F]) * x[:, F:]."""
+        self._silu_mul(x, out)
+        return out
+
+
+class Apart:
+    """Linear modules that read the same input, each by itself: the form before one is chosen."""
+
+    def __init__(self, modules: tuple[torch.nn.Linear, ...]):
+        self.modules = modules
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return torch.cat([F.linear(x, module.weight, module.bias) for module in self.modules], dim=-1)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        total += self(x, total)
+
+
+class Joint:
+    """Linear modules that read the same input, as one; their own weights are given up once it is packed."""
+
+    def __init__(self, name: str, *modules: torch.nn.Linear, keep: bool = False):
+        self.name, self.modules, self.keep = name, modules, keep
+        self.width = sum(module.out_features for module in modules)
+        self.linear: Linear = Apart(modules)
+
+    def pack(self, chooser: Chooser) -> None:
+        """Take the fastest form, and drop every other copy of the weight (but a tied embedding's)."""
+        weights = [module.weight.detach() for module in self.modules]
+        bias = None
+        if any(module.bias is not None for module in self.modules):
+            bias = torch.cat([m.weight.new_zeros(m.out_features) if m.bias is None else m.bias for m in self.modules])
+        self.linear = chooser.make(weights[0] if len(weights) == 1 else torch.cat(weights), bias, self.name)
+        if not self.keep:
+            for module in self.modules:
+                module.weight = None  # type: ignore[assignment]
+
+
+class Layer:
+    """One decoder layer's weights."""
+
+    def __init__(self, block: Any):
+        attention, mlp = block.self_attn, block.mlp
+        self.attention = attention
+        self.index: int = attention.quire_layer
+        self.qkv = Joint("q+k+v", attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = Joint("o", attention.o_proj)
+        self.gate_up = Joint("gate+up", mlp.gate_proj, mlp.up_proj)
+        self.down = Joint("down", mlp.down_proj)
+        self.norms = [block.input_layernorm, block.post_attention_layernorm]
+        self.weights = [norm.weight.detach() for norm in self.norms]
+
+
+class Decoder(torch.nn.Module):
+    """Called as ``core.model.packed_logits`` calls a model: gives an object with ``logits`` [1, R, V].
+
+    They lie in a buffer that the next call writes to again.
+    """
+
+    def __init__(self, model: Any, operators: Any):
+        super().__init__()
+        config = model.config
+        self.config, self.operators = config, operators
+        inner = model.model
+        blocks = list(inner.layers[: config.num_hidden_layers])
+        self.attentions = torch.nn.ModuleList([block.self_attn for block in blocks])  # they carry quire_layer
+        self.blocks = [Layer(block) for block in blocks]
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, blocks[0].self_attn.head_dim
+        self.num_heads = config.num_attention_heads
+        self.eps: float = inner.norm.variance_epsilon
+        self.embedding = inner.embed_tokens.weight.detach()
+        self.last_norm = inner.norm.weight.detach()
+        tied = model.lm_head.weight is inner.embed_tokens.weight
+        self.head = Joint("head", model.lm_head, keep=tied)
+        positions = torch.arange(config.max_position_embeddings)[None]
+        with torch.inference_mode():
+            cos, sin = inner.rotary_emb(self.embedding[:1], positions)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def pack(self, chooser: Chooser) -> None:
+        """Put every weight into its fastest form, one after the other, so that few are held twice at any time."""
+        for layer in self.blocks:
+            for joint in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                joint.pack(chooser)
+        self.head.pack(chooser)
+
+    def _room(self, name: str, rows: int, width: int) -> torch.Tensor:
+        """[rows, width], uninitialised; the same memory in every layer and step."""
+        room = self._rooms.get(name)
+        if room is None or len(room) < rows:
+            room = self._rooms[name] = torch.empty(rows, width)
+        return room[:rows]
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **unused: Any
+    ) -> SimpleNamespace:
+        """ids and positions [1, T] int64, rows [R] int64 to give logits for."""
+        ids, positions, rows = input_ids[0], position_ids[0], logits_to_keep
+        count, hidden = len(ids), self.embedding.shape[1]
+        total = torch.index_select(self.embedding, 0, ids, out=self._room("total", count, hidden))
+        cos = torch.index_select(self.cos, 0, positions, out=self._room("cos", count, self.head_dim))
+        sin = torch.index_select(self.sin, 0, positions, out=self._room("sin", count, self.head_dim))
+        kernel = self.attentions[0].quire_kernel
+        for layer in self.blocks:
+            attended = self._attend(layer, kernel, total, cos, sin)
+            if layer is self.blocks[-1]:
+                total, attended = total[rows], attended[rows]
+            if len(total):
+                layer.output.linear.add_to(attended, total)
+                self._mlp(layer, total)
+        logits = self._room("logits", len(rows), self.head.width)
+        if len(rows):
+            normed = self.operators.norm(total, self.last_norm, self.eps, self._room("normed", len(rows), hidden))
+            logits = self.head.linear(normed, logits)
+        return SimpleNamespace(logits=logits[None])
+
+    def _attend(
+        self, layer: Layer, kernel: Any, total: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The attention of the normed total, before the output projection: [T, H * D]."""
+        count, hidden = total.shape
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        normed = self.operators.norm(total, layer.weights[0], self.eps, self._room("normed", count, hidden))
+        qkv = layer.qkv.linear(normed, self._room("qkv", count, layer.qkv.width))
+        self.operators.rotate(qkv, cos, sin, heads + kv_heads)
+        parts = qkv.view(count, heads + 2 * kv_heads, dim)
+        q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
+        return kernel.forward(layer.index, q, k, v).view(count, heads * dim)
+
+    def _mlp(self, layer: Layer, total: torch.Tensor) -> None:
+        """total [T, hidden] += mlp(norm(total))."""
+        count, hidden = total.shape
+        normed = self.operators.norm(total, layer.weights[1], self.eps, self._room("normed", count, hidden))
+        wide = layer.gate_up.linear(normed, self._room("gate_up", count, layer.gate_up.width))
+        active = self.operators.silu_mul(wide, self._room("active", count, layer.gate_up.width // 2))
+        layer.down.linear.add_to(active, total)
+
+
+class PlainAttention:
+    """One sequence's causal attention without a cache: what both models run on when they are compared."""
+
+    def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, H, D], k and v [T, H_kv, D] -> [T, H, D]."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1).contiguous()
+
+
+def refusal(model: Any) -> str:
+    """Why this model is not one that ``Decoder`` knows; "" if it is."""
+    if type(model).__name__ not in KNOWN:
+        return f"{type(model).__name__} is not one of {', '.join(KNOWN)}"
+    config = model.config
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    stem = type(model).__name__.removesuffix("ForCausalLM")
+    parts = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+    plain = {
+        "Linear",
+        "Embedding",
+        "ModuleList",
+        "SiLU",
+        "SiLUActivation",
+        stem + "ForCausalLM",
+        *(stem + part for part in parts),
+    }
+    strange = sorted({type(module).__name__ for module in model.modules()} - plain)
+    return f"it has modules that are not known: {', '.join(strange)}" if strange else ""
+
+
+def difference(first: Any, second: Any, vocab_size: int) -> float:
+    """The largest difference of two models' logits over a few tokens, over the largest logit."""
+    ids = (torch.arange(13) * 7 + 3) % vocab_size
+    rows = torch.tensor([0, 5, 12])
+    found = []
+    with torch.inference_mode():
+        for model in (first, second):
+            connect(model, PlainAttention())
+            found += [packed_logits(model, ids, torch.arange(13), which).clone() for which in (rows, torch.arange(13))]
+    scale = max(1.0, float(found[1].abs().max()))
+    return max(float((found[i] - found[i + 2]).abs().max()) for i in range(2)) / scale

@@ -1,0 +1,146 @@
+"""Linear layers of a float32 model on a CPU in a form that multiplies fast, and which form is the fastest here.
+
+``packed``: our own panels and loops (``cpu_layers.cpp``), in 2 MB pages. ``onednn``: weights that oneDNN put in its own
+order once, which is what torch's compiler does when it freezes a model. ``torch``: the weight as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from core.hugepages import huge_empty
+from plugins.kernels import cpu_build
+
+ROWS = (1, 16)
+"""Rows of the two products that are timed for each shape: a lone sequence, and a batch."""
+
+
+class Linear(Protocol):
+    """One weight [N, K] with its bias [N] or None."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """x [T, K] @ weight.T + bias -> [T, N]; may use ``out`` [T, N] for it."""
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        """total [T, N] += x [T, K] @ weight.T + bias."""
+
+
+class TorchLinear:
+    """The weight as it is."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        total += F.linear(x, self.weight, self.bias)
+
+
+class OneDnnLinear:
+    """The weight in oneDNN's own order."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self._run(x, self.weight, self.bias, "none", [], "")
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        total += self._run(x, self.weight, self.bias, "none", [], "")
+
+
+class PackedLinear:
+    """The weight in panels [N / P, K, P]; P depends on the instructions in use."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        width, (n, k) = torch.ops.quire_cpu.panel_width(), weight.shape
+        self.panels, self.bias = huge_empty((-(-n // width), k, width), torch.float32), bias
+        torch.ops.quire_cpu.pack(weight, self.panels)
+        self._run = torch.ops.quire_cpu.linear.default
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        self._run(x, self.panels, self.bias, False, out)
+        return out
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor) -> None:
+        self._run(x, self.panels, self.bias, True, total)
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
+    "packed": PackedLinear,
+    "onednn": OneDnnLinear,
+    "torch": TorchLinear,
+}
+
+
+def available(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those of the named forms that can be had here, and why each of the others cannot."""
+    can, cannot = [], []
+    for name in names:
+        try:
+            if name == "packed":
+                cpu_build.load()
+            if name == "onednn":
+                _try_onednn()
+            can.append(name)
+        except (cpu_build.Unavailable, RuntimeError, AttributeError) as error:
+            cannot.append(f"{name} is not available: {(str(error).splitlines() or [type(error).__name__])[0]}")
+    return can, cannot
+
+
+def _try_onednn() -> None:
+    if not torch.backends.mkldnn.is_available():
+        raise RuntimeError("this torch was built without oneDNN")
+    weight = torch.eye(16)
+    with torch.inference_mode():
+        if not torch.equal(OneDnnLinear(weight, None)(weight, weight), weight):
+            raise RuntimeError("oneDNN's prepacked product is wrong here")
+
+
+class Chooser:
+    """Times every form once for each shape [N, K] and remembers the fastest; ``line`` tells."""
+
+    def __init__(self, names: Sequence[str]):
+        self.names, self.chosen, self._told = names, {}, []
+
+    def make(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> Linear:
+        """The weight in the fastest form for its shape. A form whose numbers differ by more than 1e-5 is not taken."""
+        shape = tuple(weight.shape)
+        if shape not in self.chosen:
+            self._choose(weight, bias, what)
+        return FORMS[self.chosen[shape]](weight, bias)
+
+    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> None:
+        made = {name: FORMS[name](weight, bias) for name in self.names}
+        seconds = dict.fromkeys(made, 0.0)
+        for rows in ROWS:
+            x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
+            expected, out = F.linear(x, weight, bias), torch.empty(rows, len(weight))
+            best = dict.fromkeys(made, float("inf"))
+            for turn in range(4):
+                for name, linear in made.items():
+                    started = time.perf_counter()
+                    found = linear(x, out)
+                    if turn:
+                        best[name] = min(best[name], time.perf_counter() - started)
+                    elif not torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
+                        best[name] = seconds[name] = float("inf")
+            for name in made:
+                seconds[name] += best[name]
+        name = min(seconds, key=lambda name: seconds[name])
+        self.chosen[tuple(weight.shape)] = name
+        times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
+        self._told.append(f"{what} {name} ({times} ms)")
+
+    @property
+    def line(self) -> str:
+        """What was chosen for which weights, with the times of 1 and 16 rows together."""
+        return ", ".join(self._told)

@@ -1,0 +1,322 @@
+"""Packed linear layers, the small operators, and the decoder that calls them: equal to torch's and to transformers' own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from core.executors.torch import TorchExecutor
+from core.fetch import model_dir
+from core.model import attention_modules, build_random, find_layers
+from core.sources import SmolLM2, Tiny
+from plugins.kernels import cpu_build, linears
+from plugins.kernels.cpu import CpuKernel
+from plugins.kernels.decoder import CpuOperators, Decoder, TorchOperators, difference
+from plugins.kernels.linears import Chooser, OneDnnLinear, PackedLinear, TorchLinear, available
+from plugins.kernels.linears_fast import FastLinear, FastLinears
+from plugins.kernels.linears_torch import TorchLinears
+from plugins.kernels.torch import TorchKernel
+from tests.driver import Driver, Hooks, Seq
+
+try:
+    cpu_build.load()
+except cpu_build.Unavailable as error:
+    pytest.skip(f"the operators are not available: {error}", allow_module_level=True)
+
+SHAPES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 331,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+}
+
+
+def runs_here(name: str) -> bool:
+    try:
+        return torch.ops.quire_cpu.use_instructions(name) == name
+    except RuntimeError:
+        return False
+
+
+@pytest.fixture(params=[name for name in ("avx512", "avx2", "generic") if runs_here(name)])
+def instructions(request):
+    torch.ops.quire_cpu.use_instructions(request.param)
+    yield request.param
+    torch.ops.quire_cpu.use_instructions("auto")
+
+
+@pytest.fixture(autouse=True)
+def two_threads_and_the_best_instructions():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+    torch.ops.quire_cpu.use_instructions("auto")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+# ------------------------------------------------------------------------------------------------ operators
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 11, 12, 13, 25, 64])
+@pytest.mark.parametrize(("width", "depth"), [(1, 7), (31, 64), (32, 1), (33, 20), (960, 576)])
+def test_packed_products_are_right(instructions, rows, width, depth):
+    weight, bias, x = random(width, depth), random(width), random(rows, depth)
+    packed = PackedLinear(weight, bias)
+    expected = (x.double() @ weight.double().T + bias).float()
+    out = packed(x, torch.full((rows, width), math.nan))
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+    packed.add_to(x, out)
+    torch.testing.assert_close(out, 2 * expected, atol=2e-4, rtol=1e-5)
+
+
+def test_packed_products_take_rows_that_lie_apart_and_weights_that_are_views(instructions):
+    weight, x = random(40, 64)[:, ::2][:, :32].contiguous(), random(5, 100)[:, 10:42]
+    out = PackedLinear(random(80, 32)[::2], None)(x, torch.empty(5, 40))
+    torch.testing.assert_close(out, F.linear(x, random(80, 32)[::2]), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(PackedLinear(weight, None)(x, out), F.linear(x, weight), atol=1e-4, rtol=1e-5)
+
+
+def test_a_row_gets_the_same_bits_whatever_rows_it_comes_with(instructions):
+    packed, x = PackedLinear(random(100, 576), None), random(40, 576)
+    together = packed(x, torch.empty(40, 100))
+    for rows in (1, 2, 7, 13):
+        assert torch.equal(packed(x[3 : 3 + rows], torch.empty(rows, 100)), together[3 : 3 + rows])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 200])
+def test_small_operators_equal_torchs(instructions, rows):
+    ours, plain = CpuOperators(), TorchOperators()
+    for width in (64, 576, 50):
+        x, weight = random(rows, width), random(width)
+        normed = [each.norm(x, weight, 1e-5, torch.empty(rows, width)) for each in (ours, plain)]
+        torch.testing.assert_close(*normed, atol=1e-6, rtol=1e-5)
+        wide = random(rows, 2 * width) * 20
+        active = [each.silu_mul(wide, torch.empty(rows, width)) for each in (ours, plain)]
+        torch.testing.assert_close(*active, atol=1e-5, rtol=1e-5)
+    for dim in (16, 64, 72):
+        cos, sin, turned = random(rows, dim), random(rows, dim) + 1, [random(rows, 5 * dim) for _ in range(2)]
+        for each, x in zip((ours, plain), turned, strict=True):
+            each.rotate(x, cos, sin, 4)
+        torch.testing.assert_close(*turned, atol=1e-6, rtol=1e-5)
+        assert torch.equal(turned[0][:, 4 * dim :], random(rows, 5 * dim)[:, 4 * dim :])
+
+
+def test_silu_of_extreme_values_is_finite():
+    x = torch.tensor([[-1e30, -100.0, -88.0, 0.0, 88.0, 1e30, 1, 1, 1, 1, 1, 1]])
+    out = CpuOperators().silu_mul(x, torch.empty(1, 6))
+    torch.testing.assert_close(out, F.silu(x[:, :6]), atol=1e-30, rtol=2e-6)
+
+
+@pytest.mark.parametrize("bad", ["double", "narrow"])
+def test_operators_refuse_what_does_not_fit(bad):
+    x = random(2, 64).double() if bad == "double" else random(2, 63)
+    with pytest.raises(RuntimeError):
+        PackedLinear(random(8, 64), None)(x, torch.empty(2, 8))
+
+
+# ------------------------------------------------------------------------------------------------ choosing
+
+
+def test_onednn_equals_torch():
+    weight, bias, x = random(40, 64), random(40), random(5, 64)
+    expected, out = F.linear(x, weight, bias), torch.empty(5, 40)
+    for form in (OneDnnLinear, TorchLinear):
+        torch.testing.assert_close(form(weight, bias)(x, out), expected, atol=1e-4, rtol=1e-5)
+        total = x.new_ones(5, 40)
+        form(weight, bias).add_to(x, total)
+        torch.testing.assert_close(total, expected + 1, atol=1e-4, rtol=1e-5)
+
+
+def test_each_shape_is_measured_once_and_a_wrong_form_is_not_taken(monkeypatch):
+    class Wrong(TorchLinear):
+        made = 0
+
+        def __init__(self, weight, bias):
+            super().__init__(weight, bias)
+            Wrong.made += 1
+
+        def __call__(self, x, out):
+            return out.zero_()
+
+    monkeypatch.setitem(linears.FORMS, "packed", Wrong)
+    chooser = Chooser(["packed", "torch"])
+    for _ in range(3):
+        assert type(chooser.make(random(8, 16), None, "q")) is TorchLinear
+    assert Wrong.made == 1 and chooser.line.startswith("q torch (packed inf / torch ")
+
+
+def test_a_form_that_cannot_be_had_is_named(monkeypatch):
+    def unavailable():
+        raise cpu_build.Unavailable("no C++ compiler on PATH")
+
+    monkeypatch.setattr(cpu_build, "load", unavailable)
+    assert available(["packed", "torch"]) == (["torch"], ["packed is not available: no C++ compiler on PATH"])
+    model = Tiny().load("cpu", "auto").model
+    decoder, line = FastLinears().prepare_model(model)
+    assert isinstance(decoder.operators, TorchOperators) and line.endswith("no C++ compiler on PATH")
+    assert FastLinears(forms=["packed"]).prepare_model(Tiny().load("cpu", "auto").model) is None
+
+
+# ------------------------------------------------------------------------------------------------ the decoder
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPES, attention_bias=True, mlp_bias=True),
+    "llama3 rope, tied": transformers.LlamaConfig(
+        **SHAPES,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": transformers.MistralConfig(**SHAPES, sliding_window=None, head_dim=8),
+    "qwen2": transformers.Qwen2Config(**SHAPES),
+}
+
+
+def model_of(config):
+    model = build_random(config, "cpu", "float32", seed=1)
+    find_layers(model)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("operators", [CpuOperators, TorchOperators])
+def test_the_decoder_has_the_models_logits(name, operators):
+    model = model_of(CONFIGS[name])
+    decoder = Decoder(model, operators())
+    assert difference(model, decoder, 331) <= 1e-5
+    original = model_of(CONFIGS[name])
+    with torch.no_grad():
+        decoder.pack(Chooser(["packed", "onednn"]))
+    assert difference(original, decoder, 331) <= 1e-5
+    assert len(attention_modules(decoder)) == 2
+
+
+def test_no_weight_is_held_twice():
+    model = model_of(CONFIGS["llama"])
+    model, line = FastLinears(forms=["packed"]).prepare_model(model)
+    block = model.attentions[0]
+    assert block.q_proj.weight is None and block.o_proj.weight is None
+    assert line.startswith("linears: q+k+v packed (packed ") and "merged" in line
+
+
+def test_a_decoder_whose_logits_differ_is_not_used():
+    class Skewed(torch.nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.weight, self.variance_epsilon = norm.weight, norm.variance_epsilon
+
+        def forward(self, x):
+            return 1.01 * x
+
+    Skewed.__name__ = "LlamaRMSNorm"
+    model = model_of(CONFIGS["llama"])
+    model.model.norm = Skewed(model.model.norm)
+    changed, line = FastLinears().prepare_model(model)
+    assert changed is model and "its logits differ by" in line
+    assert isinstance(model.model.layers[0].self_attn.q_proj, FastLinear)
+
+
+def test_an_unknown_architecture_keeps_its_forward_and_gets_fast_linears():
+    config = transformers.Qwen3Config(**SHAPES, head_dim=8)
+    model, original = model_of(config), model_of(config)
+    changed, line = FastLinears().prepare_model(model)
+    assert changed is model and "Qwen3ForCausalLM is not one of" in line
+    assert difference(original, model, 331) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_other_types_are_left_alone(dtype):
+    assert FastLinears().prepare_model(build_random(CONFIGS["llama"], "cpu", dtype, seed=0)) is None
+
+
+def test_a_wrong_form_is_refused():
+    with pytest.raises(ValueError, match="forms"):
+        FastLinears(forms=["fp8"])
+
+
+# ------------------------------------------------------------------------------------------------ through the executor
+
+
+class With(Hooks):
+    def __init__(self, plugin, *kernels):
+        super().__init__(*kernels)
+        self.plugin = plugin
+
+    def prepare_model(self, model):
+        return self.plugin.prepare_model(model)
+
+
+def driver(model, plugin, kernel, monkeypatch) -> Driver:
+    monkeypatch.setattr("tests.driver.Hooks", lambda *kernels: With(plugin, *kernels))
+    return Driver(TorchExecutor(model=model, device="cpu", num_threads=2, checks="full"), kernel, num_blocks=256)
+
+
+def logits_of(one: Driver, prompts: list[list[int]], chunk: int) -> dict[int, list[torch.Tensor]]:
+    """The logits of every sampled row of six greedy steps, by prompt; with chunks of several prompts in one batch."""
+    seqs = [Seq(list(prompt), num_prompt=len(prompt)) for prompt in prompts]
+    found: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(prompts))}
+    while work := {i: min(chunk, len(s.tokens) - s.computed) for i, s in enumerate(seqs) if len(s.output) < 6}:
+        batch, _ = one.pack(work, seqs)
+        rows = iter(one.executor._run(batch).clone())
+        for i, count in work.items():
+            seqs[i].computed += count
+            if seqs[i].computed == len(seqs[i].tokens):
+                found[i].append(next(rows))
+                seqs[i].tokens.append(int(found[i][-1].argmax()))
+    return found
+
+
+PROMPTS = [[1, 2, 3], list(range(40)), [7] * 17, [9]]
+
+
+def test_logits_equal_the_torch_kernel_with_torch_linears(monkeypatch):
+    expected = logits_of(driver(Tiny(), TorchLinears(), TorchKernel(), monkeypatch), PROMPTS, 9)
+    found = logits_of(driver(Tiny(), FastLinears(), CpuKernel(), monkeypatch), PROMPTS, 9)
+    for i in expected:
+        torch.testing.assert_close(torch.stack(found[i]), torch.stack(expected[i]), atol=1e-4, rtol=1e-4)
+
+
+def test_a_request_gets_the_same_bits_alone_and_in_company(monkeypatch):
+    """Packed products, small operators and the CPU kernel sum each row in an order of its own: decode steps are exact."""
+    together = logits_of(driver(Tiny(), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch), PROMPTS, 10**9)
+    for i, prompt in enumerate(PROMPTS):
+        alone = logits_of(driver(Tiny(), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch), [prompt], 10**9)[0]
+        assert all(torch.equal(a, b) for a, b in zip(alone, together[i], strict=True))
+
+
+@pytest.mark.skipif(not model_dir().is_dir(), reason="SmolLM2 is not in the cache: run python -m core.fetch")
+def test_smollm2_logits_and_tokens_by_the_rule(monkeypatch):
+    """Logits to 1e-4 of the largest; tokens equal up to where the best two are closer than that."""
+    prompts = [[504, 3575, 282, 4649, 314], [6403, 4161, 253, 655], [1604, 1303]]
+    expected = logits_of(driver(SmolLM2(), TorchLinears(), TorchKernel(), monkeypatch), prompts, 10**9)
+    found = logits_of(driver(SmolLM2(), FastLinears(), CpuKernel(), monkeypatch), prompts, 10**9)
+    for i in expected:
+        for ours, theirs in zip(found[i], expected[i], strict=True):
+            assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+            if ours.argmax() != theirs.argmax():
+                best = theirs.topk(2).values
+                assert best[0] - best[1] < 1e-4 * best[0].abs()
+                break
+
+
+def test_the_executor_says_what_was_chosen(monkeypatch):
+    one = driver(Tiny(), FastLinears(), CpuKernel(), monkeypatch)
+    assert any("q+k+v" in line for line in one.lines) and "q+k+v" in one.executor.describe()["linears"]
