@@ -140,6 +140,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._commands or self.state.sequences)
 
+    def has_started(self, request_id: int, unknown: bool = True) -> bool:
+        """Whether a step has computed anything of a request; ``unknown`` of one that is not (or no longer) in the queue."""
+        seq = self.state.sequences.get(request_id)  # branch 0 has the request's id
+        return unknown if seq is None else seq.first_scheduled_s is not None
+
     def stats(self) -> dict[str, int]:
         """Gauges, cheap enough to read at any time from any thread."""
         state = self.state
