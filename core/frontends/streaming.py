@@ -50,7 +50,7 @@ class EventStream(Response):
                 log.debug("%s: the client left", self._answer.id)
             except TimeoutError:
                 log.info("%s: the client did not read for %s s", self._answer.id, self._write_timeout_s)
-                hang_up(scope)
+                await hang_up(scope)
 
     async def _send(self, send: Send) -> None:
         async def write(data: bytes, more: bool = True) -> None:
@@ -71,11 +71,12 @@ class EventStream(Response):
             await write(error_events(error), more=False)
 
 
-def hang_up(scope: Scope) -> None:
+async def hang_up(scope: Scope) -> None:
     """Drop the connection with whatever the client has not read: an orderly close would wait for it."""
     abort = scope.get("extensions", {}).get(HANG_UP)
     if abort is not None:  # another server than ours closes it by itself
         abort()
+        await asyncio.sleep(0)  # the server hears of it before this answer is over
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -150,13 +150,13 @@ def test_merged_outputs_say_the_same() -> None:
 
 
 def test_a_reader_that_falls_behind_costs_bounded_memory_and_loses_nothing() -> None:
-    """Ten thousand tokens unread are at most a few thousand outputs, and all of the text."""
+    """Thousands of tokens unread are at most a few thousand outputs, and all of the text."""
 
     async def body() -> None:
-        engine = toy_engine(text=TEXT, max_model_len=20_000, checks="cheap")
+        engine = toy_engine(text=TEXT, checks="cheap")
         loop = EngineLoop(engine)
         loop.start()
-        stream = loop.submit([[1, 2]], SamplingParams(max_tokens=10_000, temperature=0, n=2))
+        stream = loop.submit([[1, 2]], SamplingParams(max_tokens=4000, temperature=0, n=2))
         most = 0
         while stream._open:
             await asyncio.sleep(0.01)
@@ -166,30 +166,31 @@ def test_a_reader_that_falls_behind_costs_bounded_memory_and_loses_nothing() -> 
         async for outputs in stream:
             for one in outputs:
                 texts[one.branch] += one.text
-        assert texts == [spelled(10_000)] * 2
+        assert texts == [spelled(4000)] * 2
         assert await loop.stop()
         engine.assert_idle()
 
     asyncio.run(body())
 
 
-def test_a_client_that_does_not_read_is_dropped_and_its_blocks_are_free() -> None:
+def test_a_client_that_does_not_read_is_dropped_and_its_blocks_are_free(caplog: pytest.LogCaptureFixture) -> None:
     """While others are served; the connection ends, not only the request."""
-    engine = toy_engine(text=TEXT, max_model_len=400_000, num_blocks=26_000, checks="cheap")
+    engine = toy_engine(text=TEXT, num_blocks=17_000, checks="cheap")
     with serving(engine, client_timeout_s=0.5) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect(("127.0.0.1", server.port))
-        sock.sendall(request_bytes({**COMPLETION, "max_tokens": 390_000, "stream": True}))
-        wait_for(lambda: engine.stats()["running"] == 1)
+        sock.sendall(request_bytes({**COMPLETION, "max_tokens": 8000, "n": 32, "stream": True}))
+        wait_for(lambda: engine.stats()["running"] == 32)
         assert post(server, "/v1/completions", COMPLETION, max_tokens=3).json()["usage"]["completion_tokens"] == 3
         wait_for(lambda: not engine.has_work(), 30)
-        assert engine.executor.num_steps < 390_000, "it was cut, it did not finish"
+        assert engine.executor.num_steps < 8000, "it was cut, it did not finish"
         engine.assert_idle()
         sock.settimeout(10)
-        with pytest.raises((ConnectionResetError, AssertionError)):  # an orderly end would be b"" after what was sent
-            while sock.recv(1 << 20):
-                pass
-            raise AssertionError("closed")
+        last = got = sock.recv(1 << 20)
+        while got:
+            last, got = got, sock.recv(1 << 20)
+        assert not last.endswith(b"0\r\n\r\n"), "the answer has no end"
+    assert not caplog.records
 
 
 def test_a_body_that_does_not_come_is_408() -> None:
@@ -213,9 +214,10 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.Monke
                 sock.sendall(begin)
                 sock.settimeout(5)
                 started = time.monotonic()
-                with pytest.raises(ConnectionResetError):
+                try:
                     assert sock.recv(10) == b"", "no answer"
-                    raise ConnectionResetError
+                except ConnectionResetError:
+                    assert begin, "reset: something was unread"
                 assert time.monotonic() - started < 4
         assert post(server, "/v1/completions", COMPLETION, max_tokens=1).status == 200
 
