@@ -96,9 +96,9 @@ def test_good_keys(guarded: Server, key: str) -> None:
 def test_openais_client_with_and_without_the_key(guarded: Server) -> None:
     with openai.OpenAI(base_url=guarded.url + "/v1", api_key=BOB, max_retries=0) as client:
         assert client.chat.completions.create(**CHAT).usage.completion_tokens == 5
-    with openai.OpenAI(base_url=guarded.url + "/v1", api_key="wrong-key", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
+    client = openai.OpenAI(base_url=guarded.url + "/v1", api_key="wrong-key", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
 
 
 def test_without_keys_everybody_is_let_in() -> None:
@@ -165,10 +165,19 @@ def test_counts_of_cached_tokens_can_be_hidden(stream: bool) -> None:
     with serving(toy_engine(allocator=PrefixAllocator()), hide_cached_tokens=True) as server:
         body = {**COMPLETION, "prompt": "x" * 200, "max_tokens": 2, "stream": stream}
         for _ in range(2):
-            reply = post(server, "/v1/completions", {**body, **({"stream_options": {"include_usage": True}} if stream else {})})
+            reply = post(
+                server, "/v1/completions", {**body, **({"stream_options": {"include_usage": True}} if stream else {})}
+            )
             usage = (reply.events()[-1] if stream else reply.json())["usage"]
-            assert usage == {"prompt_tokens": 200, "completion_tokens": 2, "total_tokens": 202, "prompt_tokens_details": None}
-        hits = [line for line in Reply(server, "GET", "/metrics").data.decode().splitlines() if "cache_hits_total{" in line]
+            assert usage == {
+                "prompt_tokens": 200,
+                "completion_tokens": 2,
+                "total_tokens": 202,
+                "prompt_tokens_details": None,
+            }
+        hits = [
+            line for line in Reply(server, "GET", "/metrics").data.decode().splitlines() if "cache_hits_total{" in line
+        ]
         assert float(hits[0].rsplit(" ", 1)[1]) > 100
 
 
@@ -176,7 +185,9 @@ def test_counts_of_cached_tokens_can_be_hidden(stream: bool) -> None:
 
 
 def from_page(server: Server, origin: str, method: str = "GET", path: str = "/v1/models", **headers: str) -> Reply:
-    return Reply(server, method, path, headers={"origin": origin, **{k.replace("_", "-"): v for k, v in headers.items()}})
+    return Reply(
+        server, method, path, headers={"origin": origin, **{k.replace("_", "-"): v for k, v in headers.items()}}
+    )
 
 
 def test_an_allowed_page_may_read_answers(guarded: Server) -> None:
@@ -195,7 +206,9 @@ def test_an_allowed_page_may_read_answers(guarded: Server) -> None:
     assert "retry-after" in good.headers["access-control-expose-headers"]
 
 
-@pytest.mark.parametrize("origin", ["https://example.org.evil.net", "http://example.org", "https://example.org:444", "null", "*"])
+@pytest.mark.parametrize(
+    "origin", ["https://example.org.evil.net", "http://example.org", "https://example.org:444", "null", "*"]
+)
 def test_other_pages_may_not(guarded: Server, origin: str) -> None:
     """Origins are compared whole."""
     reply = from_page(guarded, origin, authorization=f"Bearer {ALICE}")

@@ -44,9 +44,9 @@ def test_a_full_queue_is_429_with_the_time_to_come_back(stream: bool) -> None:
     assert int(refused.headers["retry-after"]) >= 1
     assert int(refused.headers["retry-after-ms"]) >= 1000
     assert post(server, "/v1/completions", {**COMPLETION, "prompt": ["a", "b"]}).status == 429
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.RateLimitError):
-            client.chat.completions.create(**CHAT)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(**CHAT)
     assert Reply(server, "GET", "/health").status == 200
     assert running.reply().json()["usage"]["completion_tokens"] == 150
     assert waiting.reply().json()["usage"]["completion_tokens"] == 3
