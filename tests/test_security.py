@@ -12,11 +12,26 @@ FOLDERS = ("core", "plugins", "conf", "benchmarks", "docs", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if "tests" not in path.parts)
 
 UNPICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
-CONNECTS = {"urllib", "requests", "httpx", "aiohttp", "urllib3", "http", "ftplib", "smtplib", "telnetlib", "xmlrpc", "pycurl"}
+CONNECTS = {
+    "urllib",
+    "requests",
+    "httpx",
+    "aiohttp",
+    "urllib3",
+    "http",
+    "ftplib",
+    "smtplib",
+    "telnetlib",
+    "xmlrpc",
+    "pycurl",
+}
 CONNECTS |= {"websockets", "grpc", "zmq", "socketserver", "huggingface_hub"}
 RUNS = {"subprocess", "pty", "code", "codeop", "runpy"}
 ALLOWED_IMPORTS = {
-    ("core/sources.py", "huggingface_hub"): "fetches the model that the operator names, safetensors and text files only",
+    (
+        "core/sources.py",
+        "huggingface_hub",
+    ): "fetches the model that the operator names, safetensors and text files only",
     ("core/start.py", "subprocess"): "asks git for the revision, for the manifest",
     ("core/fetch.py", "subprocess"): "pip, for the default model's package",
     ("plugins/kernels/cpu_build.py", "subprocess"): "the compiler, on the source beside it",
@@ -61,7 +76,8 @@ def found_in(source: str, name: str = "core/x.py") -> list[str]:
             found += [
                 f"{node.lineno}: {word.arg}"
                 for word in node.keywords
-                if word.arg in KEYWORDS and not (isinstance(word.value, ast.Constant) and word.value.value != KEYWORDS[word.arg])
+                if word.arg in KEYWORDS
+                and not (isinstance(word.value, ast.Constant) and word.value.value != KEYWORDS[word.arg])
             ]
     return found
 
