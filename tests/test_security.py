@@ -116,8 +116,11 @@ def test_every_exception_is_still_needed() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["import pickle", "from pickle import loads", "def f():\n import urllib.request", "eval('1')", "f = exec", "import torch\ntorch.load(x)",
-     "import torch as t\nt.load(x)", "from torch import load", "import yaml\nyaml.load(x, Loader=yaml.SafeLoader)", "f(x, trust_remote_code=True)",
+    ["import pickle",
+     "from pickle import loads", "def f():\n import urllib.request", "eval('1')", "f = exec",
+     "import torch\ntorch.load(x)",
+     "import torch as t\nt.load(x)", "from torch import load",
+     "import yaml\nyaml.load(x, Loader=yaml.SafeLoader)", "f(x, trust_remote_code=True)",
      "f(x, trust_remote_code=flag)", "run(c, shell=True)", "numpy.load(f, allow_pickle=True)", "from jinja2 import Environment",
      "import subprocess", "import http.client", "import os\nos.system(c)", "import requests as r"],
 )  # fmt: skip
@@ -127,8 +130,10 @@ def test_what_is_forbidden_is_found(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["import yaml\nyaml.safe_load(x)", "model.eval()", "f(trust_remote_code=False)", "from jinja2.sandbox import ImmutableSandboxedEnvironment",
-     "re.compile(x)", "import json\njson.load(f)", "'import pickle'"],
+    ["import json\njson.load(f)", "'import pickle'",
+     "import yaml\nyaml.safe_load(x)", "model.eval()", "f(trust_remote_code=False)",
+     "from jinja2.sandbox import ImmutableSandboxedEnvironment",
+     "re.compile(x)"],
 )  # fmt: skip
 def test_what_is_allowed_is_not(source: str) -> None:
     assert found_in(source) == []

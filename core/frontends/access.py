@@ -169,16 +169,18 @@ def check_origins(_: Any, field: Any, value: Sequence[str]) -> None:
             raise ValueError(f"{field.name} must be a list of origins such as https://example.org, got {origin!r}")
 
 
-def check_tls(certfile: str | None, keyfile: str | None) -> None:
-    """``ConfigError`` unless both or neither are given and they fit together."""
+def check_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
+    """A context of both files, None without; ``ConfigError`` unless both or neither are given and they fit together."""
     if certfile is None and keyfile is None:
-        return
+        return None
     if certfile is None or keyfile is None:
         raise ConfigError("frontend.tls_certfile and frontend.tls_keyfile are given together or not at all")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+        context.load_cert_chain(certfile, keyfile)
     except (OSError, ssl.SSLError) as error:
         reason = error.strerror or getattr(error, "reason", None) or "unreadable"
         raise ConfigError(
             f"frontend.tls_certfile={certfile} frontend.tls_keyfile={keyfile} cannot be used: {reason}"
         ) from error
+    return context

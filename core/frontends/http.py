@@ -1,6 +1,7 @@
 """``frontend=http``: an OpenAI-compatible server over one engine.
 
-``check`` takes the port before the model loads, so that a second server on a port fails at once; ``run`` serves until a signal.
+``check`` takes the port before the model loads, so that a second server on a port fails at once, and has it answer that the model
+loads; ``run`` serves until a signal.
 
 * First SIGTERM or SIGINT: new requests get 503, open ones finish within ``grace_s``, what is left ends with an error event, exit 0.
 * Second: everything ends now.
@@ -26,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from core.frontends.access import Access, Keys, check_origins, check_tls
 from core.frontends.app import Api
+from core.frontends.lobby import Lobby
 from core.frontends.loop import EngineLoop
 from core.frontends.prometheus import ServerMetrics
 from core.frontends.request_ids import RequestIds
@@ -105,6 +107,7 @@ class HttpFrontend:
     _socket: socket.socket | None = attrs.field(default=None, init=False)
     _session: _Session | None = attrs.field(default=None, init=False)
     _keys: Keys = attrs.field(default=None, init=False)
+    _lobby: Lobby | None = attrs.field(default=None, init=False)
 
     def check(self) -> None:
         """Read keys and certificates and take the port, before anything expensive; ``ConfigError`` if they cannot be had.
@@ -113,17 +116,19 @@ class HttpFrontend:
         """
         if self._socket is None:
             self._keys = Keys(self.api_keys, self.api_keys_file)
-            check_tls(self.tls_certfile, self.tls_keyfile)
+            tls = check_tls(self.tls_certfile, self.tls_keyfile)
             self._socket = _bind(self.host, self.port)
             host = f"[{self.host}]" if ":" in self.host else self.host
             scheme = "https" if self.tls_certfile else "http"
             self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+            self._listen()
+            self._lobby = Lobby(self._socket, tls)
 
     def run(self, started: Any) -> None:
         """Serve ``started.engine`` until a signal or ``shutdown``; raises what stopped the engine."""
         self.check()
         try:
-            self._listen()
+            self._close_lobby()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started.engine))
         finally:
@@ -137,15 +142,22 @@ class HttpFrontend:
                 session.aio.call_soon_threadsafe(session.on_signal)
 
     def _listen(self) -> None:
-        """Here and not in the event loop, which keeps it to itself when another server was faster."""
+        """Here and not in the event loop, which keeps it to itself when another server was faster between bind and listen."""
         assert self._socket is not None
         try:
             self._socket.listen(_BACKLOG)
         except OSError as error:
+            self._close()
             raise ConfigError(_cannot_listen(self.host, self.port, error)) from error
+
+    def _close_lobby(self) -> None:
+        if self._lobby is not None:
+            self._lobby.close()
+            self._lobby = None
 
     def _close(self) -> None:
         self.ready.clear()
+        self._close_lobby()
         self._session = None
         if self._socket is not None:
             self._socket.close()

@@ -6,7 +6,6 @@ import hashlib
 import http.client
 import json
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from core.frontends.http import HttpFrontend
 from core.types import ConfigError
 from plugins.allocators.prefix import PrefixAllocator
 from tests.frontends.toys import Server, serving, toy_engine
-from tests.frontends.web import CHAT, COMPLETION, Reply, post
+from tests.frontends.web import CHAT, COMPLETION, Reply, own_certificate, post
 
 ALICE, BOB = "alice-secret-key", "bob-secret-key"
 ORIGIN = "https://example.org"
@@ -234,12 +233,7 @@ def test_origins_that_are_none(origin: Any) -> None:
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A certificate of its own for 127.0.0.1, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2", "-nodes"]
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *subject]
-    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return cert, key
+    return own_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_https(certificate: tuple[str, str]) -> None:
