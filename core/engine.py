@@ -88,12 +88,18 @@ class Engine:
         self._ids = itertools.count()
         self._seeds = random.Random(seed)
         self._num_steps = 0
+        self._latest_s = float("-inf")
         self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
         self._closed = False
         self._reads_arrays = getattr(executor, "reads_arrays", True)
 
     def _next_id(self) -> int:
         return next(self._ids)
+
+    def _now(self) -> float:
+        """The executor's clock, held where it was when it goes back: no time of a request is before an earlier one of it."""
+        self._latest_s = now = max(self._latest_s, self.executor.now())
+        return now
 
     # ------------------------------------------------------------------------------------------- from any thread
 
@@ -114,7 +120,7 @@ class Engine:
         token_ids = tuple(prompt_token_ids)
         params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
         check_salt(labels.get("cache_salt", ""))
-        arrival = self.executor.now() if arrival_s is None else arrival_s
+        arrival = self._now() if arrival_s is None else arrival_s
         labels = check_labels(labels, self.levels, arrival)
         if params.structure is not None:
             labels["grammar"] = self.grammars.compile(params.structure)
@@ -149,6 +155,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._commands or self.state.sequences)
 
+    def has_started(self, request_id: int, unknown: bool = True) -> bool:
+        """Whether a step has computed anything of a request; ``unknown`` of one that is not (or no longer) in the queue."""
+        seq = self.state.sequences.get(request_id)  # branch 0 has the request's id
+        return unknown if seq is None else seq.first_scheduled_s is not None
+
     def stats(self) -> dict[str, int]:
         """Gauges, cheap enough to read at any time from any thread."""
         state = self.state
@@ -177,7 +188,7 @@ class Engine:
 
     def _step(self) -> StepReport:
         commands = self._commands.take()
-        step = Step(self._num_steps, self.executor.now(), self._moves)
+        step = Step(self._num_steps, self._now(), self._moves)
         self._intake(step, commands)
         self._look(step)
         plan, short_of_rows = self._plan(step)
@@ -187,7 +198,7 @@ class Engine:
             output = self._execute(step, runs)
             step.add_device_seconds(output.seconds)
             self._moves = step.late_moves
-            self._committer.commit(step, runs, output, self.executor.now())
+            self._committer.commit(step, runs, output, self._now())
         return self._report(step, plan, runs)
 
     def _execute(self, step: Step, runs: list[Run]) -> StepOutput:
@@ -223,7 +234,7 @@ class Engine:
         aborted = {request_id for kind, request_id in commands if kind == "abort"}
         ids = [i for request_id in aborted for i in sorted(self.state.requests.get(request_id, ()))]
         if ids:
-            self._committer.end(step, [(self.state.sequences[i], "abort") for i in ids], self.executor.now())
+            self._committer.end(step, [(self.state.sequences[i], "abort") for i in ids], self._now())
         if any(kind == "end_sessions" for kind, _ in commands):
             self.sessions.drop_all(step)
         step.mark("intake")
@@ -237,11 +248,11 @@ class Engine:
         return seq
 
     def _fail(self, step: Step, seq: Sequence, message: str) -> None:
-        self._committer.end(step, [(seq, "error")], self.executor.now(), message)
+        self._committer.end(step, [(seq, "error")], self._now(), message)
 
     def _turn_away(self, step: Step, refused: list[tuple[Sequence, str]]) -> None:
         for seq, reason in refused:
-            self._committer.end(step, [(seq, "refused")], self.executor.now(), reason)
+            self._committer.end(step, [(seq, "refused")], self._now(), reason)
 
     def _look(self, step: Step) -> None:
         state = self.state
@@ -354,7 +365,7 @@ class Engine:
         report = StepReport(
             step=step.number,
             started_s=step.started_s,
-            ended_s=self.executor.now(),
+            ended_s=self._now(),
             plan=plan,
             outputs=Outputs(step.outputs),
             preempted=tuple(step.preempted),

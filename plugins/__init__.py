@@ -25,6 +25,7 @@ def provide_policies() -> list[Policy]:
         Policy(
             "frontend", "replay", "core.frontends.replay.ReplayFrontend", "serve a workload, print and write a result"
         ),
+        Policy("frontend", "batch", "core.frontends.batch.BatchFrontend", "answer a file of requests, resumable"),
         Policy("model", "smollm2", "core.sources.SmolLM2", "SmolLM2-135M-Instruct, fetched once"),
         Policy("model", "tiny", "core.sources.Tiny", "a small random model, nothing to download"),
         Policy("model", "path", "core.sources.Path", "a model folder of your own: model.path=FOLDER"),

@@ -16,7 +16,7 @@ import orjson
 
 from core.frontends.fields import ApiError
 from core.frontends.logprobs import CompletionLogprobs, chat_content, joined, prompt_logprobs
-from core.frontends.loop import public_reason
+from core.frontends.loop import RAN_TOO_LONG, public_reason
 from core.frontends.prepare import Asked
 from core.logits import UNSAMPLABLE
 from core.types import Output, TokenLogprobs
@@ -31,7 +31,7 @@ def refuse_bad(output: Output, engine_stopped: bool = False) -> None:
     if output.finish_reason == "refused":
         raise ApiError(400, message)
     if output.finish_reason == "abort":
-        raise ApiError(503, message)
+        raise ApiError(504 if message.startswith(RAN_TOO_LONG) else 503, message)
     if output.finish_reason == "error" and message.startswith(UNSAMPLABLE):
         raise ApiError(400, message)
     if output.finish_reason == "error":
@@ -66,6 +66,7 @@ class Answer:
     prefix = ""
     object = ""
     chunk_object = ""
+    shows_cached = True  # False: usage says nothing of what a prompt found in the cache
 
     def __init__(self, model: str, asked: Asked, tokenizer: Any):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -189,11 +190,12 @@ class Answer:
 
     def _usage(self) -> dict[str, Any]:
         prompt, completion = self._num_prompt_tokens, self._num_completion_tokens
+        cached = {"cached_tokens": sum(self._cached.values())} if self.shows_cached else None
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": cached,
         }
 
     # -------------------------------------------------------------------------------------------- to chunks

@@ -21,16 +21,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import core
+from core.frontends.access import salted
 from core.frontends.answers import Answer, ChatAnswer, CompletionAnswer, model_card, model_list, refuse_bad
 from core.frontends.loop import SHUTTING_DOWN, EngineLoop, EngineUnavailable, Stream, public_reason
 from core.frontends.openapi import document
 from core.frontends.prepare import Asked, detokenized, prepare, tokenized
 from core.frontends.prometheus import CONTENT_TYPE, ServerMetrics
 from core.frontends.protocol import ApiError, read_chat, read_completion, read_detokenize, read_tokenize
-from core.frontends.request_ids import RequestIds
 from core.frontends.streaming import ClientGone, EventStream, unless_gone
 from core.text import TextError
-from core.types import RequestError
+from core.types import QueueFull, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,16 @@ class Api:
         model_names: Sequence[str],
         max_body_bytes: int,
         accept_any_model: bool = False,
+        hide_cached_tokens: bool = False,
+        client_timeout_s: float | None = None,
     ):
         self._loop = loop
         self._metrics = metrics
         self._names = list(dict.fromkeys(model_names))  # the first is the one that answers carry
         self._any = accept_any_model
         self._max_body_bytes = max_body_bytes
+        self._hide_cached_tokens = hide_cached_tokens
+        self._client_timeout_s = client_timeout_s
         self._created = int(time.time())
         self._compiling = asyncio.Semaphore(MAX_COMPILING)
         self._document = orjson.dumps(document(core.__version__, loop.engine.model.vocab_size))
@@ -93,7 +97,7 @@ class Api:
             },
         )
         app.router.redirect_slashes = False
-        return RequestIds(app)
+        return app
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
@@ -106,10 +110,10 @@ class Api:
         return _json(self._card(name))
 
     async def live(self, _: Request) -> Response:
-        """``GET /health/live``: 200 while the process can work, also while it drains; 503 once its engine has stopped."""
-        if self._loop.failure is None:
+        """``GET /health/live``: 200 while the process can work, also while it drains; 503 once its engine stopped or hangs."""
+        if self._loop.failure is None and not self._loop.hung:
             return _json({"status": "ok"})
-        raise ApiError(503, self._loop.reason or SHUTTING_DOWN, code="engine_stopped")
+        raise self._unavailable()
 
     async def version(self, _: Request) -> Response:
         """``GET /version``."""
@@ -127,8 +131,12 @@ class Api:
         """``GET /health/ready``, ``GET /health``: 200 while requests are taken, 503 with the reason once they are not."""
         if self._loop.healthy:
             return _json({"status": "ok"})
-        reason = self._loop.reason or SHUTTING_DOWN
-        raise ApiError(503, reason, code="shutting_down" if self._loop.failure is None else "engine_stopped")
+        raise self._unavailable()
+
+    def _unavailable(self) -> ApiError:
+        loop = self._loop
+        code = "engine_stopped" if loop.failure is not None else "engine_hangs" if loop.hung else "shutting_down"
+        return ApiError(503, loop.reason or SHUTTING_DOWN, code=code)
 
     async def reset_prefix_cache(self, _: Request) -> Response:
         """``POST /reset_prefix_cache``: no request sent after the answer is served from prompts cached before.
@@ -160,7 +168,10 @@ class Api:
         try:
             asked = await _near_or_far(len(body), self._understand, body, read)
             await self._compile(asked)
-            stream = self._loop.submit(asked.prompts, asked.params, **asked.labels)
+            labels = {**asked.labels, "cache_salt": salted(http.scope, asked.labels["cache_salt"])}
+            stream = self._loop.submit(asked.prompts, asked.params, **labels)
+        except QueueFull as error:
+            raise ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=error.retry_after_s) from error
         except RequestError as error:
             names = {"prompt": "messages"} if shape is ChatAnswer else {}
             raise ApiError(400, str(error), param=names.get(error.param or "", error.param)) from error
@@ -168,12 +179,13 @@ class Api:
             raise ApiError(503, str(error)) from error
         try:
             answer = shape(self._names[0], asked, self._loop.engine.tokenizer)
+            answer.shows_cached = not self._hide_cached_tokens
             if not asked.request.stream:
                 with stream:
                     return _json_bytes(await unless_gone(http.receive, self._collect(stream, answer)), answer.id)
             for output in await unless_gone(http.receive, stream.admitted()):
                 self._refuse_bad(output)
-            return EventStream(stream, answer, self._refuse_bad)
+            return EventStream(stream, answer, self._refuse_bad, self._client_timeout_s)
         except BaseException:
             stream.close()
             raise
@@ -241,10 +253,14 @@ class Api:
             raise self._too_large()
         body = bytearray()
         try:
-            async for part in request.stream():
-                body += part
-                if len(body) > self._max_body_bytes:
-                    raise self._too_large()
+            async with asyncio.timeout(self._client_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self._max_body_bytes:
+                        raise self._too_large()
+        except TimeoutError as error:
+            message = f"the body did not arrive within {self._client_timeout_s:g} s (frontend.client_timeout_s)"
+            raise ApiError(408, message) from error
         except ClientDisconnect as error:
             raise ClientGone from error
         return bytes(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Sequence
@@ -25,17 +26,30 @@ NotYet = dict[str, tuple[Any, ...]]
 class ApiError(Exception):
     """An answer in OpenAI's error shape."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ):
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.headers = {"retry-after": "1"} if status == 503 else {}
+        if retry_after_s is not None:  # whole seconds for everyone, milliseconds for OpenAI's client
+            self.headers = {
+                "retry-after": str(math.ceil(retry_after_s)),
+                "retry-after-ms": str(math.ceil(retry_after_s * 1000)),
+            }
 
     def body(self) -> bytes:
         """The JSON of the error."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "requests" if self.status == 429 else "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 

@@ -1,9 +1,11 @@
 """``frontend=http``: an OpenAI-compatible server over one engine.
 
-``check`` takes the port before the model loads, so that a second server on a port fails at once; ``run`` serves until a signal.
+``check`` takes the port before the model loads, so that a second server on a port fails at once, and has it answer that the model
+loads; ``run`` serves until a signal.
 
 * First SIGTERM or SIGINT: new requests get 503, open ones finish within ``grace_s``, what is left ends with an error event, exit 0.
 * Second: everything ends now.
+* Keys, origins and TLS: core/frontends/access.py. Time-outs are seconds, null is none.
 * An engine that fails ends every open stream with an error event, turns ``/health`` to 503 and ends the server; ``run`` raises it.
 """
 
@@ -23,9 +25,13 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from core.frontends.access import Access, Keys, check_origins, check_tls
 from core.frontends.app import Api
+from core.frontends.lobby import Lobby
 from core.frontends.loop import EngineLoop
 from core.frontends.prometheus import ServerMetrics
+from core.frontends.request_ids import RequestIds
+from core.frontends.streaming import HANG_UP
 from core.types import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +42,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048  # connections that may wait to be accepted
 _MAX_HEAD_BYTES = 65_536  # of a request line and headers, checked as they come
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+HEAD_TIMEOUT_S = 30.0
+"""How long a connection may take from its beginning, or a request from its first byte, until its headers are complete."""
 _LINGER_S = 1.0  # how long /health says why, after the engine stopped
 _FLUSH_S = 2.0  # how long clients may take to read what was written for them at the end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -47,6 +55,17 @@ def _whole(low: int, high: int) -> Callable[[Any, Any, Any], None]:
             raise ValueError(f"{field.name} must be a whole number from {low} to {high}, got {value!r}")
 
     return check
+
+
+_seconds = attrs.validators.optional([attrs.validators.gt(0), attrs.validators.lt(1e9)])
+
+
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _path() -> Any:
+    return attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.instance_of(str)))
 
 
 def _names(_: Any, field: Any, value: Any) -> None:
@@ -73,23 +92,43 @@ class HttpFrontend:
     grace_s: float = attrs.field(
         default=30.0, converter=float, validator=[attrs.validators.ge(0), attrs.validators.lt(1e9)]
     )
+    queue_timeout_s: float | None = attrs.field(default=None, converter=_float, validator=_seconds)
+    request_timeout_s: float | None = attrs.field(default=None, converter=_float, validator=_seconds)
+    client_timeout_s: float | None = attrs.field(default=60.0, converter=_float, validator=_seconds)
+    step_timeout_s: float | None = attrs.field(default=120.0, converter=_float, validator=_seconds)
+    api_keys: list[str] = attrs.field(factory=list, converter=list, validator=_names)
+    api_keys_file: str | None = _path()
+    hide_cached_tokens: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    cors_origins: list[str] = attrs.field(factory=list, converter=list, validator=[_names, check_origins])
+    tls_certfile: str | None = _path()
+    tls_keyfile: str | None = _path()
     address: str | None = attrs.field(default=None, init=False)
     ready: threading.Event = attrs.field(factory=threading.Event, init=False)  # set while requests are taken
     _socket: socket.socket | None = attrs.field(default=None, init=False)
     _session: _Session | None = attrs.field(default=None, init=False)
+    _keys: Keys = attrs.field(default=None, init=False)
+    _lobby: Lobby | None = attrs.field(default=None, init=False)
 
     def check(self) -> None:
-        """Take the port, before anything expensive; ``ConfigError`` if it cannot be had. May be called twice."""
+        """Read keys and certificates and take the port, before anything expensive; ``ConfigError`` if they cannot be had.
+
+        May be called twice.
+        """
         if self._socket is None:
+            self._keys = Keys(self.api_keys, self.api_keys_file)
+            tls = check_tls(self.tls_certfile, self.tls_keyfile)
             self._socket = _bind(self.host, self.port)
             host = f"[{self.host}]" if ":" in self.host else self.host
-            self.address = f"http://{host}:{self._socket.getsockname()[1]}"
+            scheme = "https" if self.tls_certfile else "http"
+            self.address = f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+            self._listen()
+            self._lobby = Lobby(self._socket, tls)
 
     def run(self, started: Any) -> None:
         """Serve ``started.engine`` until a signal or ``shutdown``; raises what stopped the engine."""
         self.check()
         try:
-            self._listen()
+            self._close_lobby()
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(self._serve(started.engine))
         finally:
@@ -103,15 +142,22 @@ class HttpFrontend:
                 session.aio.call_soon_threadsafe(session.on_signal)
 
     def _listen(self) -> None:
-        """Here and not in the event loop, which keeps it to itself when another server was faster."""
+        """Here and not in the event loop, which keeps it to itself when another server was faster between bind and listen."""
         assert self._socket is not None
         try:
             self._socket.listen(_BACKLOG)
         except OSError as error:
+            self._close()
             raise ConfigError(_cannot_listen(self.host, self.port, error)) from error
+
+    def _close_lobby(self) -> None:
+        if self._lobby is not None:
+            self._lobby.close()
+            self._lobby = None
 
     def _close(self) -> None:
         self.ready.clear()
+        self._close_lobby()
         self._session = None
         if self._socket is not None:
             self._socket.close()
@@ -121,16 +167,26 @@ class HttpFrontend:
         assert self._socket is not None
         name = self.served_model_name or engine.model.name
         metrics = ServerMetrics(name, engine.limits.max_model_len, engine.stats)
-        loop = EngineLoop(engine, on_step=metrics.on_step)
+        loop = EngineLoop(
+            engine,
+            on_step=metrics.on_step,
+            queue_timeout_s=self.queue_timeout_s,
+            request_timeout_s=self.request_timeout_s,
+            step_timeout_s=self.step_timeout_s,
+        )
         api = Api(
             loop,
             metrics,
             model_names=[name, *self.aliases],
             accept_any_model=self.accept_any_model,
             max_body_bytes=self.max_body_bytes,
+            hide_cached_tokens=self.hide_cached_tokens,
+            client_timeout_s=self.client_timeout_s,
         )
         config = uvicorn.Config(
-            api.app(),
+            RequestIds(Access(api.app(), self._keys, self.cors_origins)),
+            ssl_certfile=self.tls_certfile,
+            ssl_keyfile=self.tls_keyfile,
             http=_Protocol,
             ws="none",
             backlog=_BACKLOG,
@@ -162,9 +218,31 @@ class _Protocol(HttpToolsProtocol):
             self.transport.write(_HEAD_TOO_LARGE)
             self.transport.close()
 
+    def connection_made(self, transport: Any) -> None:
+        """A connection on which no head comes is given up."""
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._no_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gone: nothing is waited for."""
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _no_head(self) -> None:
+        if self._head_bytes is not None and not self.transport.is_closing():
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        """What an application needs to drop a connection whose client does not read."""
+        super().on_message_begin()
+        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[typeddict-item]
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._no_head)
+
     def on_headers_complete(self) -> None:
         """The body has limits of its own."""
         self._head_bytes = None
+        self._head_timer.cancel()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -2,6 +2,9 @@
 
 The engine thread steps while there is work and sleeps on a condition when there is none. What a step produced crosses to the
 event loop in one call, however many streams are open. Everything about mailboxes happens on the event loop, so they need no lock.
+
+A mailbox is bounded by what its requests may produce: a reader that falls behind gets its outputs merged, and the engine never waits
+for it. Time-outs end requests that wait or run too long. A step that does not end is seen from outside (``hung``).
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ import asyncio
 import contextlib
 import logging
 import re
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from core.frontends.mailbox import Stream
 from core.types import Output, QuireError, SamplingParams, StepReport
 
 if TYPE_CHECKING:
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down"
+WAITED_TOO_LONG = "the request waited longer than"
+RAN_TOO_LONG = "the request took longer than"
 _SLICE_S = 0.05  # longest real sleep before looking whether a waiting executor's clock moves by itself
 
 
@@ -38,83 +46,27 @@ def public_reason(text: str) -> str:
     return re.sub(r"0x[0-9a-fA-F]{6,}", "<address>", line)
 
 
-class Stream:
-    """The outputs of one or more requests with the same parameters, for one consumer on the event loop.
+class EngineLoop:
+    """Runs an engine in its own thread. All methods but the thread's own are for the event loop that called ``start``.
 
-    Iterate it for lists of ``Output``, each with what came since the last. Leave it through ``with`` (or ``close``): a consumer
-    that leaves early aborts what is still running.
+    ``queue_timeout_s`` bounds the wait for the first computation of a request, ``request_timeout_s`` the whole of it,
+    ``step_timeout_s`` is how long a step may take before the engine counts as hung. Seconds; None: no bound.
     """
 
-    def __init__(self, loop: EngineLoop, num_branches: int):
-        self.ids: list[int] = []
-        self._loop = loop
-        self._num_branches = num_branches
-        self._open: dict[int, int] = {}  # request id -> branches that have not finished
-        self._ready: list[Output] = []
-        self._admitted = False
-        self._changed = asyncio.Event()
-
-    def choice(self, output: Output) -> int:
-        """Index of an output among the choices: by prompt, then by branch."""
-        return self.ids.index(output.request_id) * self._num_branches + output.branch
-
-    async def admitted(self) -> Sequence[Output]:
-        """Wait until the engine took the requests in, or answered; gives what is there so far without taking it."""
-        while not self._admitted and not self._ready and self._open:
-            await self._wait()
-        return self._ready
-
-    async def _wait(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[Output]:
-        while not self._ready:
-            if not self._open:
-                raise StopAsyncIteration
-            await self._wait()
-        ready, self._ready = self._ready, []
-        return ready
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Leave: unfinished requests are aborted. May be called twice."""
-        for request_id in list(self._open):
-            self._loop.abort(request_id)
-
-    def _put(self, output: Output) -> bool:
-        """Take one output; True when its request is over."""
-        self._ready.append(output)
-        self._changed.set()
-        if output.finish_reason is None:
-            return False
-        left = self._open[output.request_id] - 1
-        if left > 0 and output.finish_reason != "refused":
-            self._open[output.request_id] = left
-            return False
-        del self._open[output.request_id]
-        return True
-
-    def _end(self, request_id: int, output: Output | None) -> None:
-        """Forget a request that gets no more outputs, after this one if any."""
-        if self._open.pop(request_id, None) is not None and output is not None:
-            self._ready.append(output)
-        self._changed.set()
-
-
-class EngineLoop:
-    """Runs an engine in its own thread. All methods but the thread's own are for the event loop that called ``start``."""
-
-    def __init__(self, engine: Engine, on_step: Callable[[StepReport], None] | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        on_step: Callable[[StepReport], None] | None = None,
+        *,
+        queue_timeout_s: float | None = None,
+        request_timeout_s: float | None = None,
+        step_timeout_s: float | None = None,
+    ):
         self.engine = engine
+        self._queue_timeout_s, self._request_timeout_s = queue_timeout_s, request_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._step_began: float | None = None  # while a step runs, on time.monotonic
+        self._said_hung = False
         self.failure: BaseException | None = None  # what stopped the engine
         self.failed = asyncio.Event()
         self._on_step = on_step
@@ -134,12 +86,22 @@ class EngineLoop:
     @property
     def healthy(self) -> bool:
         """Whether a request sent now would be served."""
-        return self._refuse is None and self.failure is None
+        return self._refuse is None and self.failure is None and not self.hung
+
+    @property
+    def hung(self) -> bool:
+        """Whether the step that runs has taken longer than a step may. It may still end, and then all is well again."""
+        began = self._step_began
+        if self._step_timeout_s is None or began is None:
+            return False
+        return time.monotonic() - began > self._step_timeout_s
 
     @property
     def reason(self) -> str | None:
         """Why not ``healthy``, in one line that may be shown."""
         if self.failure is None:
+            if self._refuse is None and self.hung:
+                return f"the engine hangs: its step has not ended within {self._step_timeout_s:g} s"
             return self._refuse
         if isinstance(self.failure, QuireError):
             return f"the engine stopped: {public_reason(str(self.failure))}"
@@ -154,11 +116,14 @@ class EngineLoop:
         """Start the engine thread; from now on the running event loop is the one that is served."""
         self._aio = asyncio.get_running_loop()
         self._thread.start()
+        if self._step_timeout_s is not None:
+            self._aio.call_later(self._step_timeout_s / 2, self._watch, self._step_timeout_s / 2)
 
     def submit(self, prompts: Sequence[Sequence[int]], params: SamplingParams, **labels: Any) -> Stream:
         """Send prompts to the engine; all of them or none.
 
-        Raises ``RequestError`` for a request that cannot be served as asked, ``EngineUnavailable`` when nothing is served.
+        Raises ``RequestError`` for a request that cannot be served as asked, ``QueueFull`` (one of those) when too many wait,
+        ``EngineUnavailable`` when nothing is served.
         """
         if not self.healthy:
             raise EngineUnavailable(self.reason or SHUTTING_DOWN)
@@ -175,8 +140,32 @@ class EngineLoop:
             raise
         self._unadmitted.append((self._tickets, stream))
         self._idle.clear()
+        self._set_timers(stream)
         self._notify()
         return stream
+
+    def _set_timers(self, stream: Stream) -> None:
+        for seconds, check in (
+            (self._queue_timeout_s, self._end_waiting),
+            (self._request_timeout_s, self._end_running),
+        ):
+            if seconds is not None:
+                stream._timers.append(asyncio.get_running_loop().call_later(seconds, check, stream))
+
+    def _end_waiting(self, stream: Stream) -> None:
+        """Time-out: requests that no step has computed anything of."""
+        message = f"{WAITED_TOO_LONG} {self._queue_timeout_s:g} s in the queue"
+        for request_id in list(stream._open):
+            if not self.engine.has_started(request_id, unknown=stream._admitted):
+                self._cut(request_id, stream, message)
+
+    def _end_running(self, stream: Stream) -> None:
+        for request_id in list(stream._open):
+            self._cut(request_id, stream, f"{RAN_TOO_LONG} {self._request_timeout_s:g} s")
+
+    def _cut(self, request_id: int, stream: Stream, message: str) -> None:
+        stream._end(request_id, _last_output(request_id, "abort", message))
+        self.abort(request_id)
 
     def reset_cache(self) -> None:
         """Forget all cached prompt blocks before any request that is submitted after this call."""
@@ -207,8 +196,7 @@ class EngineLoop:
         """Refuse new requests and end every open one now; its consumer gets an output with finish_reason "abort"."""
         self._refuse = SHUTTING_DOWN
         for request_id, stream in list(self._streams.items()):
-            stream._end(request_id, _last_output(request_id, "abort", SHUTTING_DOWN))
-            self.abort(request_id)
+            self._cut(request_id, stream, SHUTTING_DOWN)
 
     async def stop(self, timeout_s: float = 5.0) -> bool:
         """Cut everything and end the thread; False if a step is still running after the timeout."""
@@ -241,6 +229,16 @@ class EngineLoop:
             stream._admitted = True
             stream._changed.set()
 
+    def _watch(self, period_s: float) -> None:
+        """Say once that a step hangs, and where: nobody else can tell."""
+        assert self._aio is not None
+        if self.hung and not self._said_hung:
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            log.error("%s\n%s", self.reason, "".join(traceback.format_stack(frame)))
+        self._said_hung = self.hung
+        if self._thread.is_alive():
+            self._aio.call_later(period_s, self._watch, period_s)
+
     def _fail(self) -> None:
         message = self.reason
         for request_id, stream in list(self._streams.items()):
@@ -256,7 +254,9 @@ class EngineLoop:
         try:
             while self._wait_for_work():
                 tickets = self._tickets
+                self._step_began = time.monotonic()
                 report = self.engine.step()
+                self._step_began = None
                 if self._on_step is not None:
                     self._on_step(report)
                 if report.outputs or tickets != told:
@@ -266,7 +266,7 @@ class EngineLoop:
                     self._pause(report.wait_until)
         except BaseException as error:  # whatever it was, the engine cannot go on, and nobody may wait for it in vain
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, QuireError))
-            self.failure = error
+            self.failure, self._step_began = error, None
             self._post(self._fail)
 
     def _wait_for_work(self) -> bool:

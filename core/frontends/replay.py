@@ -73,7 +73,7 @@ class ReplayFrontend:
             self.workload.use_tokenizer(engine.tokenizer)
         requests = iter(self.workload.requests(engine.model.vocab_size, engine.limits.max_model_len))
         status, error = "ok", None
-        shown = _Shown(self.progress, getattr(self.workload, "num_requests", None), self.warmup_requests)
+        shown = Shown(self.progress, getattr(self.workload, "num_requests", None), self.warmup_requests)
         replay = _Replay(engine, self.workload.concurrency, shown)
         try:
             with shown, replay.interruptible():
@@ -110,7 +110,7 @@ class ReplayFrontend:
 class _Replay:
     """One workload on one engine: what is due, what is in flight."""
 
-    def __init__(self, engine: Engine, concurrency: int | None, shown: _Shown):
+    def __init__(self, engine: Engine, concurrency: int | None, shown: Shown):
         self.engine = engine
         self.concurrency = concurrency
         self.shown = shown
@@ -285,7 +285,7 @@ def _take(requests: Iterator[WorkloadRequest], num: int) -> Iterator[WorkloadReq
         yield request
 
 
-class _Shown:
+class Shown:
     """What the screen shows: a bar on a terminal, else a plain line now and then (on stderr); at the end a table."""
 
     def __init__(self, on: bool, total: int | None, num_warmup: int):
@@ -297,7 +297,7 @@ class _Shown:
         self._bar: Progress | None = None
         self._task: Any = None
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> Shown:
         if self.on and self.console.is_terminal:
             said = TextColumn("requests, {task.fields[tokens]} tokens,")
             columns = (TextColumn("serving"), BarColumn(bar_width=20), MofNCompleteColumn(), said, TimeElapsedColumn())

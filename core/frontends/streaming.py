@@ -1,4 +1,4 @@
-"""An answer as server-sent events, and work that ends when its client leaves."""
+"""An answer as server-sent events, and work that ends when its client leaves or does not read."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from core.frontends.loop import Stream
 
 log = logging.getLogger(__name__)
 
+HANG_UP = "quire.hang_up"
+"""The extension of a scope that drops its connection."""
+
 Result = TypeVar("Result")
 
 
@@ -26,7 +29,9 @@ class ClientGone(Exception):
 class EventStream(Response):
     """Server-sent events for one answer; one write a step. Ends its stream however it is left."""
 
-    def __init__(self, stream: Stream, answer: Answer, check: Callable[[Any], None]):
+    def __init__(
+        self, stream: Stream, answer: Answer, check: Callable[[Any], None], write_timeout_s: float | None = None
+    ):
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-request-id": answer.id}
         )
@@ -34,6 +39,7 @@ class EventStream(Response):
         self._stream = stream
         self._answer = answer
         self._check = check
+        self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the answer ends or the client leaves."""
@@ -42,10 +48,15 @@ class EventStream(Response):
                 await unless_gone(receive, self._send(send))
             except ClientGone:
                 log.debug("%s: the client left", self._answer.id)
+            except TimeoutError:
+                log.info("%s: the client did not read for %s s", self._answer.id, self._write_timeout_s)
+                await hang_up(scope)
 
     async def _send(self, send: Send) -> None:
         async def write(data: bytes, more: bool = True) -> None:
-            if data or not more:
+            if not data and more:
+                return
+            async with asyncio.timeout(self._write_timeout_s):  # what is written waits for the client to read
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -58,6 +69,14 @@ class EventStream(Response):
             await write(self._answer.closing(), more=False)
         except ApiError as error:
             await write(error_events(error), more=False)
+
+
+async def hang_up(scope: Scope) -> None:
+    """Drop the connection with whatever the client has not read: an orderly close would wait for it."""
+    abort = scope.get("extensions", {}).get(HANG_UP)
+    if abort is not None:  # another server than ours closes it by itself
+        abort()
+        await asyncio.sleep(0)  # the server hears of it before this answer is over
 
 
 async def unless_gone(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +19,20 @@ from typing import Any
 
 import pytest
 
-from core.frontends.http import HttpFrontend
+from core.frontends.http import HttpFrontend, _bind
 from core.types import ConfigError, PolicyError
 from tests.frontends.toys import Server, serving, toy_engine
-from tests.frontends.web import COMPLETION, TEXT, Caller, Reply, counters, post, request_bytes, wait_for
+from tests.frontends.web import (
+    COMPLETION,
+    TEXT,
+    Caller,
+    Reply,
+    counters,
+    own_certificate,
+    post,
+    request_bytes,
+    wait_for,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -260,15 +273,62 @@ def test_a_port_that_is_taken(slow: Server) -> None:
 
 
 def test_a_port_that_is_taken_while_the_model_loads() -> None:
-    """Two servers that both found the port free: the second says so when it begins to listen."""
+    """The second server says so at once, also when it found the port free a moment before."""
     first = HttpFrontend(port=0)
     first.check()
-    second = HttpFrontend(port=int(first.address.rsplit(":", 1)[1]))
-    second.check()
-    first._listen()
+    port = int(first.address.rsplit(":", 1)[1])
     with pytest.raises(ConfigError, match="Address already in use"):
-        second.run(SimpleNamespace(engine=toy_engine()))
+        HttpFrontend(port=port).check()
     first._close()
+    late, early = HttpFrontend(port=port), HttpFrontend(port=port)
+    late._socket = _bind(late.host, port)
+    early.check()
+    with pytest.raises(ConfigError, match="Address already in use"):
+        late._listen()
+    early._close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_while_the_model_loads_the_port_says_so(tls: bool, tmp_path: Path) -> None:
+    """Live, not ready; a request is told to come back; connections that say nothing hold nobody up; then the server answers."""
+    options, context = {}, None
+    if tls:
+        cert, key = own_certificate(tmp_path)
+        options, context = {"tls_certfile": cert, "tls_keyfile": key}, ssl.create_default_context(cafile=cert)
+    frontend = HttpFrontend(port=0, **options)
+    frontend.check()
+    port = int(frontend.address.rsplit(":", 1)[1])
+
+    def ask(method: str, path: str, body: Any = None) -> tuple[int, Any, str | None]:
+        kind = http.client.HTTPSConnection if tls else http.client.HTTPConnection
+        connection = kind("127.0.0.1", port, timeout=10, **({"context": context} if tls else {}))
+        connection.request(
+            method, path, None if body is None else json.dumps(body), {"content-type": "application/json"}
+        )
+        answer = connection.getresponse()
+        said = answer.status, json.loads(answer.read()), answer.headers["retry-after"]
+        connection.close()
+        return said
+
+    with socket.create_connection(("127.0.0.1", port)):
+        assert ask("GET", "/health/live") == (200, {"status": "ok"}, None)
+    for call in (
+        ("GET", "/health"),
+        ("GET", "/health/ready"),
+        ("POST", "/v1/completions", {**COMPLETION, "prompt": "x" * 50_000}),
+    ):
+        status, said, retry_after = ask(*call)
+        assert (status, said["error"]["code"], retry_after) == (503, "loading", "1")
+    engine = toy_engine()
+    thread = threading.Thread(target=frontend.run, args=(SimpleNamespace(engine=engine),))
+    thread.start()
+    assert frontend.ready.wait(10)
+    assert ask("GET", "/health/ready")[0] == 200
+    assert ask("POST", "/v1/completions", COMPLETION)[0] == 200
+    frontend.shutdown()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not [each for each in threading.enumerate() if each.name == "lobby"]
 
 
 def test_the_port_is_free_again_at_once() -> None:

@@ -31,9 +31,12 @@ class SlowToy(ToyExecutor):
     fail: BaseException | None = None
     fail_after: int | None = None  # steps
     num_steps: int = 0
+    hold: threading.Event | None = None  # a step does not end before it is set
 
     def execute(self, *args: Any) -> Any:
         self.num_steps += 1
+        if self.hold is not None:
+            self.hold.wait()
         if self.num_steps == self.fail_after:
             self.fail = PolicyError("quire 0: allocator=test reserve: a fault on purpose in /srv/secret/place.py")
         if self.fail is not None:
@@ -50,21 +53,29 @@ def toy_engine(
     max_model_len: int = 8192,
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 128,
+    max_queue: int | None = None,
     checks: str = "full",
     allocator: Any = None,
+    preemption: Any = None,
+    num_swap_blocks: int = 0,
     **toy: Any,
 ) -> Engine:
     """An engine of the toy model and the paged (or another allocator), chunked and recompute plugins."""
     executor = SlowToy(**{"max_position": max_model_len, **toy})
-    policies = {"allocator": allocator or PagedAllocator(), "scheduler": ChunkedScheduler(), "preemption": Recompute()}
+    policies = {
+        "allocator": allocator or PagedAllocator(),
+        "scheduler": ChunkedScheduler(),
+        "preemption": preemption or Recompute(),
+    }
     hooks = EngineHooks([Chosen(kind, "test", it, "quire", "0", "") for kind, it in policies.items()])
     limits = Limits(
         block_size=block_size,
         num_blocks=num_blocks,
-        num_swap_blocks=0,
+        num_swap_blocks=num_swap_blocks,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_queue=max_queue,
     )
     model, pool = executor.load(), BlockPool(num_blocks, block_size)
     cost = CostModel.of(model, *executor.measure_cost())

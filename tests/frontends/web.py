@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.frontends.toys import Server
@@ -89,3 +91,12 @@ def request_bytes(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(data)}\r\n\r\n".encode() + data
+
+
+def own_certificate(folder: Path) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 that nobody else signed, and its key."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2", "-nodes"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *subject]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
