@@ -8,8 +8,8 @@ by ``output_weight`` for each token delivered; a client that comes back is lifte
 so idling saves nothing up. Fairness: of two clients that both always have requests waiting, the counters differ by at most 2
 max(input_weight x L, output_weight x M), L the longest prompt and M the output tokens that fit in the pool at once. So a
 request starts, at the latest, when every other client was served so much more than its own: within (clients - 1) x 2 max(...) /
-output_weight + T steps, T the tokens of all that had arrived before it. May preempt for a newcomer: never. Requests without
-``client_id`` are one client.
+output_weight + T steps, T the tokens of all that had arrived before it; clients without number have no bound. May preempt for
+a newcomer: never. Requests without ``client_id`` are one client.
 """
 
 from __future__ import annotations

@@ -60,11 +60,14 @@ def test_the_next_turn_continues_what_was_kept_and_its_answer_is_the_same(name: 
     drain(engine)
 
 
-def test_a_prompt_that_goes_another_way_shares_what_it_can() -> None:
+@pytest.mark.parametrize("policy", [Keep, Swap])
+def test_a_prompt_that_goes_another_way_shares_what_it_can(policy: type) -> None:
     for common in (0, 3, 4, 9):
-        engine = session_engine(Keep())
+        engine = session_engine(policy())
         first = list(range(13))
         turn(engine, first, 6, session_id="s", stall_s=5.0)
+        turn(engine, [1, 2], 2)  # meanwhile, so that the policy is asked
+        assert engine.state.idle[0].where == ("swap" if policy is Swap else "device")
         second = first[:common] + [90, 91, 92, 93]
         again, last = turn(engine, second, 6, session_id="s")
         assert again == alone(Work(tuple(second), 6))[0] and last.num_cached_tokens == common

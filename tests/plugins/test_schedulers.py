@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from core.hookspecs import hookimpl
@@ -57,17 +58,14 @@ def test_static_reserves_room_for_all_that_a_request_may_become() -> None:
     assert not any(report.preempted for report in result.reports)
 
 
-def test_fcfs_computes_whole_prompts_before_streams_go_on_and_chunked_does_not() -> None:
-    work = [Work(tuple(range(4)), 30), Work(tuple(range(60)), 2, arrives=5), Work(tuple(range(60)), 2, arrives=5)]
-    gaps = {}
-    for scheduler in (FcfsScheduler(), ChunkedScheduler()):
-        engine = make_engine(scheduler=scheduler, num_blocks=128, max_model_len=64, max_num_batched_tokens=64)
+def test_fcfs_computes_whole_prompts_and_chunked_cuts_them() -> None:
+    work = [Work(tuple(range(4)), 30), *(Work(tuple(range(64)), 2, arrives=5) for _ in range(3))]
+    for scheduler, whole in ((FcfsScheduler(), True), (ChunkedScheduler(), False)):
+        engine = make_engine(scheduler=scheduler, num_blocks=128, max_model_len=66, max_num_batched_tokens=66)
         result = run(engine, work)
-        assert all(c.num_tokens in (1, 4, 60) for r in result.reports for c in r.plan.chunks) == isinstance(
-            scheduler, FcfsScheduler
-        )
-        gaps[type(scheduler)] = max(len(r.plan.chunks) for r in result.reports)
-    assert gaps
+        sizes = {c.num_tokens for r in result.reports for c in r.plan.chunks}
+        assert (sizes == {1, 4, 64}) == whole
+        assert_as_alone(work, result)
 
 
 # ---------------------------------------------------------------------------------------------------- prefix_aware
@@ -84,8 +82,6 @@ class Pretends(PagedAllocator):
 def test_the_longest_cached_prefix_starts_first() -> None:
     work = [Work((first, *range(10)), 3) for first in (2, 9, 0, 5)]
     engine = make_engine(allocator=Pretends(), scheduler=PrefixAwareScheduler(), max_num_seqs=1)
-    engine.limits = engine.limits
-    engine.state.limits = engine.limits
     head = make_engine(allocator=Pretends(), scheduler=PrefixAwareScheduler(), max_num_seqs=4, max_num_batched_tokens=3)
     result = run(head, work)
     assert_as_alone(work, result)
@@ -93,15 +89,16 @@ def test_the_longest_cached_prefix_starts_first() -> None:
     assert starts(run(engine, work))[0] == 0, "with one row, the head of the queue that is looked up is one request"
 
 
-def test_a_request_is_passed_so_often_and_no_more() -> None:
-    """A request without a hit, and a stream of later ones with one: it starts when max_passed of them have."""
+@pytest.mark.parametrize("num_blocks", [8, 64])
+def test_a_request_is_passed_so_often_and_no_more(num_blocks: int) -> None:
+    """A request without a hit, and later ones with one: it starts when max_passed of them have, over many steps or in one plan."""
     for max_passed in (0, 2, 5):
         work = [Work((0, *range(10)), 2, arrives=1), *(Work((9, i, *range(8)), 4, arrives=1) for i in range(12))]
         blocker = Work((0, 1), 4)
         engine = make_engine(
             allocator=Pretends(),
             scheduler=PrefixAwareScheduler(max_passed=max_passed),
-            num_blocks=8,
+            num_blocks=num_blocks,
             max_num_seqs=13,
             max_model_len=32,
         )
@@ -165,12 +162,10 @@ def test_the_earliest_deadline_starts_first_and_what_is_lost_last() -> None:
     deadlines = (40.0, 12.0, 0.5, 20.0)
     work = [Work((1, 2, i), 6, labels={"deadline_s": d}) for i, d in enumerate(deadlines)]
     engine = make_engine(scheduler=SloScheduler(), max_num_seqs=1)
-    assert starts(run(engine, [Work((9,), 2), *[attrs_later(w) for w in work]]))[1:] == [2, 4, 1, 3]
+    assert starts(run(engine, [Work((9,), 2), *[_later(w) for w in work]]))[1:] == [2, 4, 1, 3]
 
 
-def attrs_later(work: Work) -> Work:
-    import attrs
-
+def _later(work: Work) -> Work:
     return attrs.evolve(work, arrives=1)
 
 
