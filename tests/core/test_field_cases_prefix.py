@@ -8,6 +8,8 @@ import pytest
 
 from core.executors.toy import ToyExecutor
 from core.frontends.answers import CompletionAnswer
+from core.frontends.prepare import Asked
+from core.frontends.protocol import read_completion
 from core.types import PolicyError
 from plugins.allocators.naive import NaiveAllocator
 from plugins.allocators.paged import PagedAllocator
@@ -104,7 +106,9 @@ def test_a_whole_prompt_in_the_cache_still_computes_its_last_block() -> None:
         assert_alone(result, [work])
         last = result.last[(0, 0)]
         assert (last.num_prompt_tokens, last.num_cached_tokens) == (length, cached)
-        answer = CompletionAnswer("m", length, 1)
+        request = read_completion(b'{"model": "m", "prompt": "x"}')
+        asked = Asked(request, [list(prompt[:length])], [""], request.params(), {})
+        answer = CompletionAnswer("m", asked, engine.tokenizer)
         answer.add(0, last)
         assert answer._usage()["prompt_tokens_details"] == {"cached_tokens": cached}
 
