@@ -25,6 +25,7 @@ from core.config import Root, check_root, instantiate, option_name
 from core.cost import CostModel
 from core.discovery import discover
 from core.engine import Engine
+from core.kernel import SCALED
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, ConfigError, EngineInfo, Limits, ModelInfo
 
@@ -32,7 +33,7 @@ LOG = logging.getLogger(__name__)
 Say = Callable[[str], None]
 MAX_SWAP_POOLS = 16
 """Host blocks are at most this many times the pool's: more could not be filled, and a toy model's are tiny but each is tracked."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 @attrs.frozen(eq=False)
@@ -169,8 +170,9 @@ def _with_kv_dtype(model: ModelInfo, cache: CacheConfig) -> ModelInfo:
     """The model's bytes a token, in the type that the cache stores."""
     if cache.kv_dtype is None or cache.kv_dtype == model.dtype or model.dtype not in DTYPE_BYTES:
         return model
-    scaled = model.kv_bytes_per_token * DTYPE_BYTES[cache.kv_dtype] // DTYPE_BYTES[model.dtype]
-    return attrs.evolve(model, kv_bytes_per_token=scaled)
+    values = model.kv_bytes_per_token // DTYPE_BYTES[model.dtype]
+    scales = 4 * values // model.head_dim if cache.kv_dtype in SCALED else 0
+    return attrs.evolve(model, kv_bytes_per_token=values * DTYPE_BYTES[cache.kv_dtype] + scales)
 
 
 def _limits(root: Root, model: ModelInfo, executor: Any) -> Limits:
