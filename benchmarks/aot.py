@@ -94,8 +94,7 @@ def jobs_of(name: str, target: str) -> list[dict[str, Any]]:
             "options": launch,
             "constants": shape | switches | {"QUERIES": size.rows // group},
         },
-        pair
-        | {"kernel": "write_kv", "options": default, "constants": shape | {"KV_PAD": power_of_two(kv_heads)}},
+        pair | {"kernel": "write_kv", "options": default, "constants": shape | {"KV_PAD": power_of_two(kv_heads)}},
         pair | {"kernel": "copy_pieces", "options": default, "constants": {"WORDS": 1024}},
     ]
 
@@ -145,7 +144,14 @@ def _nvidia(ptx: str, arch: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)
-        command = [get_ptxas(arch).path, "-v", f"--gpu-name={sm_arch_from_capability(arch)}", str(path), "-o", f"{path}.o"]
+        command = [
+            get_ptxas(arch).path,
+            "-v",
+            f"--gpu-name={sm_arch_from_capability(arch)}",
+            str(path),
+            "-o",
+            f"{path}.o",
+        ]
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     text = said.stdout + said.stderr
     return {

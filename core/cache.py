@@ -145,9 +145,7 @@ class KVCache:
         self.pool = self.host = self.blocks = empty
 
 
-def _check(
-    kind: MoveKind, source: int, destination: int, count: int, read: torch.Tensor, write: torch.Tensor
-) -> None:
+def _check(kind: MoveKind, source: int, destination: int, count: int, read: torch.Tensor, write: torch.Tensor) -> None:
     if not (0 <= source <= len(read) - count and 0 <= destination <= len(write) - count):
         raise IndexError(f"{kind} {source} -> {destination}: the pools have {len(read)} and {len(write)} blocks")
 

@@ -51,7 +51,9 @@ def scales_of(view: torch.Tensor) -> torch.Tensor:
     if start % 4 or view.stride(0) % 4:
         raise ValueError(f"scales are aligned to 4 bytes: H_kv * D of a block must be too, not {tuple(view.shape[1:])}")
     words = torch.empty(0, dtype=torch.float32, device=view.device)
-    return words.set_(view.untyped_storage(), start // 4, (num_blocks, block_size, heads), (view.stride(0) // 4, heads, 1))
+    return words.set_(
+        view.untyped_storage(), start // 4, (num_blocks, block_size, heads), (view.stride(0) // 4, heads, 1)
+    )
 
 
 @attrs.frozen(slots=True, kw_only=True)

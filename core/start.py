@@ -225,11 +225,13 @@ def _describe(model: ModelInfo, limits: Limits, executor: Any, cost: dict[str, d
         f"KV pool: {limits.num_blocks} blocks of {limits.block_size} = {tokens} tokens, "
         f"{tokens * model.kv_bytes_per_token / 1e9:.2f} GB, {tokens / limits.max_model_len:.1f} sequences of max_model_len"
     )
+    graphs = getattr(executor, "graph_line", "")
     return [
         f"model {model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}",
         pool,
         f"max_model_len {limits.max_model_len}, swap {limits.num_swap_blocks} blocks on the host, "
         f"step at most {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences",
+        *([graphs] if graphs else []),
         "cost: " + ", ".join(f"{name}={each['value']:.3g} ({each['from']})" for name, each in cost.items()),
     ]
 

@@ -34,7 +34,9 @@ class Sizes(NamedTuple):
     tile: int
     warps: int
     stages: int
-    piece: int = 256  # decode: keys of one piece of a sequence, a multiple of tile; 64 kB of K and V at D = 64, bfloat16
+    piece: int = (
+        256  # decode: keys of one piece of a sequence, a multiple of tile; 64 kB of K and V at D = 64, bfloat16
+    )
     pieces: int = 32  # decode: most pieces of a sequence
 
 
@@ -222,7 +224,11 @@ class TritonAttention:
         cut = {"TILE": size.tile, "PIECE": size.piece, "PIECES": size.pieces, "WINDOW": info.window is not None}
         most, tables = self._most_pieces(window), arrays["block_tables"]
         parts = self._num_seqs * size.pieces * info.num_heads if most > 1 else 1
-        partial = (self._buffer("acc", parts * self.head_dim), self._buffer("peak", parts), self._buffer("total", parts))
+        partial = (
+            self._buffer("acc", parts * self.head_dim),
+            self._buffer("peak", parts),
+            self._buffer("total", parts),
+        )
         self.kernels.attend_one[(min(self.programs, self._num_seqs * most * self.num_kv_heads),)](
             *(q, k, v, out, *cache, self._buffers[f"work {window}"], arrays["query_start"], arrays["kv_lens"]),
             *(arrays["slot_mapping"], tables, tables.stride(0), *partial, info.scale, info.soft_cap or 0.0, window),

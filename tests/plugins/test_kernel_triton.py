@@ -22,7 +22,14 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton has no wheel fo
 
 
 def case_of(**changes) -> AttentionCase:
-    fields = {"phase": "decode", "dtype": "bfloat16", "kv_dtype": "bfloat16", "head_dim": 64, "group_size": 3, "window": None}
+    fields = {
+        "phase": "decode",
+        "dtype": "bfloat16",
+        "kv_dtype": "bfloat16",
+        "head_dim": 64,
+        "group_size": 3,
+        "window": None,
+    }
     fields |= {"soft_cap": None, "block_size": 16, "device": "cuda"}
     return AttentionCase(**(fields | changes))
 
@@ -31,7 +38,9 @@ def case_of(**changes) -> AttentionCase:
 def test_one_kernel_for_all_its_cases():
     plugin = TritonKernel()
     kernel = plugin.select_kernel(case_of())
-    assert isinstance(kernel, TritonAttention) and isinstance(kernel, AttentionKernel) and isinstance(kernel, CopiesBlocks)
+    assert (
+        isinstance(kernel, TritonAttention) and isinstance(kernel, AttentionKernel) and isinstance(kernel, CopiesBlocks)
+    )
     assert kernel.graph_safe
     changes = {"phase": "mixed", "window": 7, "soft_cap": 30.0, "kv_dtype": "int8", "head_dim": 256, "block_size": 1}
     assert plugin.select_kernel(case_of(**changes)) is kernel
@@ -63,7 +72,9 @@ def test_without_triton_it_says_what_to_install(monkeypatch):
 
 def test_the_policy_does_not_import_triton():
     code = "import sys; import plugins.kernels.triton; assert 'triton' not in sys.modules"
-    subprocess.run([sys.executable, "-c", f"import torch, sys; sys.modules.pop('triton', None); {code}"], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import torch, sys; sys.modules.pop('triton', None); {code}"], cwd=ROOT, check=True
+    )
 
 
 def test_sizes_hold_every_group_and_stay_small():

@@ -19,11 +19,15 @@ import pytest
 import torch
 
 from core.cache import KVCache, KVShape
+from core.executors.cuda import DeviceStep
+from core.executors.torch import TorchExecutor
 from core.kernel import SCALED, CopiesBlocks, scales_of
+from core.sources import Tiny
 from core.types import Move
 from plugins.kernels import triton_attention
-from plugins.kernels.triton import Sizes, TritonAttention, choose_sizes
-from plugins.kernels.torch import TorchAttention
+from plugins.kernels.triton import Sizes, TritonAttention, TritonKernel, choose_sizes
+from plugins.kernels.torch import TorchAttention, TorchKernel
+from tests.driver import Driver
 from tests.reference import Case
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_kernel_triton.py"
@@ -142,7 +146,9 @@ def test_the_work_list_of_many_sequences():
 def test_writes_its_slots_and_nothing_else(layout, lengths):
     """Padding rows (slot -1, NaN in k and v) write nothing; every other slot of the pool keeps its bits."""
     case = Case(lengths, block_size=3, num_heads=2, num_kv_heads=2, head_dim=16, layout=layout, padding=3, filler=123.0)
-    other = Case(lengths, block_size=3, num_heads=2, num_kv_heads=2, head_dim=16, layout=layout, padding=3, filler=123.0)
+    other = Case(
+        lengths, block_size=3, num_heads=2, num_kv_heads=2, head_dim=16, layout=layout, padding=3, filler=123.0
+    )
     out = check(case)
     assert not out.isnan().any()
     other.run(TorchAttention())
@@ -326,7 +332,13 @@ def test_moves_in_one_launch_are_as_one_after_the_other(layout, dtype):
     for _ in range(12):
         kind = ["copy", "swap_out", "swap_in"][rng.integers(3)]
         moves.append(Move(kind, int(rng.integers(4)), int(rng.integers(4))))
-    moves += [Move("copy", 0, 1), Move("copy", 1, 2), Move("copy", 3, 1), Move("swap_out", 1, 0), Move("swap_out", 2, 0)]
+    moves += [
+        Move("copy", 0, 1),
+        Move("copy", 1, 2),
+        Move("copy", 3, 1),
+        Move("swap_out", 1, 0),
+        Move("swap_out", 2, 0),
+    ]
     caches = []
     kernel = kernel_of()
     kernel.device = torch.device("cpu")
@@ -414,3 +426,37 @@ def test_a_planted_fault_is_caught(name, tmp_path, monkeypatch):
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] != 0, f"the fault {name!r} changed no result"
+
+
+# ------------------------------------------------------------------------------------------------ in a captured step
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_decode_steps_from_graphs_give_the_same_tokens(kv_dtype, monkeypatch, tmp_path):
+    """What would be captured is run again with the arrays in place and a batch object that knows nothing of them."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    prompts = [[1, 2, 3], [7] * 17, [4]]
+    tokens = []
+    for graphs in (True, False):
+        executor = TorchExecutor(model=Tiny(), device="cpu", num_threads=1)
+        kernel = TritonKernel()
+        driver = Driver(executor, kernel, block_size=8, num_blocks=32, kv_dtype=kv_dtype)
+        kernel._kernel._sizes = small
+        driver.limits = attrs.evolve(driver.limits, max_num_seqs=4)
+        if graphs:
+            executor._step = DeviceStep(
+                executor._loaded.model, executor._router, executor._cache, driver.limits, torch.device("cpu"), True,
+                capture=lambda run: run,
+            )  # fmt: skip
+            pool = executor._cache.pool.clone()
+            assert executor._step.warm_up().startswith("CUDA graphs: decode steps of 1, 2, 4 sequences")
+            assert torch.equal(executor._cache.pool.view(torch.int8), pool.view(torch.int8))
+        tokens.append(driver.generate(prompts, 3))
+        if graphs:
+            monkeypatch.setattr(executor._step, "replays", {})
+            with pytest.raises(KeyError):  # decode steps did come from there
+                driver.generate([[1]], 2)
+    assert tokens[0] == tokens[1]
+    if kv_dtype is None:
+        reference = Driver(TorchExecutor(model=Tiny(), device="cpu", num_threads=1), TorchKernel(), block_size=8)
+        assert tokens[0] == reference.generate(prompts, 3)
