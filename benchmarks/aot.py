@@ -56,15 +56,14 @@ CASES: dict[str, tuple[str, str, int, int, int, int, bool, bool]] = {
 }
 
 
-def jobs_of(name: str) -> list[dict[str, Any]]:
-    """The launches of one case, with the sizes that the kernel would choose."""
+def jobs_of(name: str, target: str) -> list[dict[str, Any]]:
+    """The launches of one case, with the sizes that the kernel would choose on this target."""
     sys.path.insert(0, str(ROOT))
     from plugins.kernels.triton import choose_sizes, power_of_two
 
     dtype, kv_dtype, dim, group, kv_heads, new, window, cap = CASES[name]
     kinds = {"float32": 0, "float16": 0, "bfloat16": 0, "int8": 1, "float8_e4m3fn": 2}
-    item_bytes = max(ITEM[kv_dtype], 2 if new == 1 else ITEM[dtype])
-    size = choose_sizes(group * new, dim, item_bytes, new == 1)
+    size = choose_sizes(group * new, dim, ITEM[dtype], ITEM[kv_dtype], new == 1, amd=target.startswith("gfx"))
     shape = {
         "KV_HEADS": kv_heads,
         "D": dim,
@@ -74,13 +73,13 @@ def jobs_of(name: str) -> list[dict[str, Any]]:
     }
     switches = {"GROUP": group, "WINDOW": window, "CAP": cap, "UPCAST": False, "ROWS": size.rows, "TILE": size.tile}
     cut = {"TILE": size.tile, "PIECE": size.piece, "PIECES": size.pieces, "WINDOW": window}
-    pair = {"dtype": dtype, "kv_dtype": kv_dtype}
+    pair = {"case": name, "target": target, "dtype": dtype, "kv_dtype": kv_dtype}
     launch = {"num_warps": size.warps, "num_stages": size.stages}
     default = {"num_warps": 4, "num_stages": 3}
     if new == 1:
         return [
             pair | {"kernel": "attend_one", "options": launch, "constants": shape | switches | cut | {"WRITE": True}},
-            pair | {"kernel": "plan_pieces", "options": default, "constants": cut | {"BLOCK": 64}},
+            pair | {"kernel": "plan_pieces", "options": default, "constants": cut | {"BLOCK": 32}},
             pair
             | {
                 "kernel": "merge_pieces",
@@ -175,8 +174,8 @@ def _amd(text: str) -> dict[str, Any]:
     }
 
 
-def work(jobs: list[dict[str, Any]], targets: list[str]) -> None:
-    """One JSON line a launch and target."""
+def work(jobs: list[dict[str, Any]]) -> None:
+    """One JSON line a launch."""
     import triton
 
     spec = importlib.util.spec_from_file_location("triton_attention", KERNELS)
@@ -184,10 +183,9 @@ def work(jobs: list[dict[str, Any]], targets: list[str]) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     for job in jobs:
-        for target in targets:
-            found = compile_one(module, job, target)
-            named = {"case": job["case"], "kernel": job["kernel"], "target": target, "triton": triton.__version__}
-            print(json.dumps(named | found), flush=True)
+        found = compile_one(module, job, job["target"])
+        named = {"case": job["case"], "kernel": job["kernel"], "target": job["target"], "triton": triton.__version__}
+        print(json.dumps(named | found), flush=True)
 
 
 def main() -> int:
@@ -199,13 +197,13 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(json.load(sys.stdin), args.targets)
+        work(json.load(sys.stdin))
         return 0
-    jobs = [job | {"case": name} for name in args.cases for job in jobs_of(name)]
+    jobs = [job for name in args.cases for target in args.targets for job in jobs_of(name, target)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.Popen(
-            [args.python, __file__, "--worker", "--targets", *args.targets],
+            [args.python, "-W", "ignore", __file__, "--worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

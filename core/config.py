@@ -39,6 +39,7 @@ from omegaconf.errors import OmegaConfBaseException
 from core import help as help_page
 from core.construct import check_fields, describe_bad_value, explain_value, instantiate
 from core.discovery import KINDS, did_you_mean, discover
+from core.kernel import SCALED
 from core.levels import ServiceLevels, read_levels
 from core.types import CacheConfig, ConfigError
 
@@ -301,8 +302,9 @@ def check_root(config: DictConfig) -> Root:
     values["cache"] = build_values(CacheConfig, values["cache"], "cache")
     values["cost"] = build_values(Rates, values["cost"], "cost")
     values["slo"] = read_levels(values["slo"])
-    if values["cache"].kv_dtype not in (None, *DTYPES[1:]):
-        raise ConfigError(f"cache.kv_dtype={values['cache'].kv_dtype!r}: allowed is null | {' | '.join(DTYPES[1:])}")
+    kv_dtypes = (*DTYPES[1:], *SCALED)
+    if values["cache"].kv_dtype not in (None, *kv_dtypes):
+        raise ConfigError(f"cache.kv_dtype={values['cache'].kv_dtype!r}: allowed is null | {' | '.join(kv_dtypes)}")
     return Root(**values)
 
 

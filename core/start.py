@@ -25,6 +25,7 @@ from core.config import Root, check_root, instantiate, option_name
 from core.cost import CostModel
 from core.discovery import discover
 from core.engine import Engine
+from core.kernel import SCALED
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, ConfigError, EngineInfo, Limits, ModelInfo
 
@@ -32,7 +33,7 @@ LOG = logging.getLogger(__name__)
 Say = Callable[[str], None]
 MAX_SWAP_POOLS = 16
 """Host blocks are at most this many times the pool's: more could not be filled, and a toy model's are tiny but each is tracked."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 @attrs.frozen(eq=False)
@@ -173,8 +174,9 @@ def _with_kv_dtype(model: ModelInfo, cache: CacheConfig) -> ModelInfo:
     """The model's bytes a token, in the type that the cache stores."""
     if cache.kv_dtype is None or cache.kv_dtype == model.dtype or model.dtype not in DTYPE_BYTES:
         return model
-    scaled = model.kv_bytes_per_token * DTYPE_BYTES[cache.kv_dtype] // DTYPE_BYTES[model.dtype]
-    return attrs.evolve(model, kv_bytes_per_token=scaled)
+    values = model.kv_bytes_per_token // DTYPE_BYTES[model.dtype]
+    scales = 4 * values // model.head_dim if cache.kv_dtype in SCALED else 0
+    return attrs.evolve(model, kv_bytes_per_token=values * DTYPE_BYTES[cache.kv_dtype] + scales)
 
 
 def _limits(root: Root, model: ModelInfo, executor: Any) -> Limits:
@@ -233,11 +235,13 @@ def _describe(model: ModelInfo, limits: Limits, executor: Any, cost: dict[str, d
         f"KV pool: {limits.num_blocks} blocks of {limits.block_size} = {tokens} tokens, "
         f"{tokens * model.kv_bytes_per_token / 1e9:.2f} GB, {tokens / limits.max_model_len:.1f} sequences of max_model_len"
     )
+    graphs = getattr(executor, "graph_line", "")
     return [
         f"model {model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}",
         pool,
         f"max_model_len {limits.max_model_len}, swap {limits.num_swap_blocks} blocks on the host, "
         f"step at most {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences",
+        *([graphs] if graphs else []),
         "cost: " + ", ".join(f"{name}={each['value']:.3g} ({each['from']})" for name, each in cost.items()),
     ]
 

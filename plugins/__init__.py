@@ -81,6 +81,7 @@ def provide_policies() -> list[Policy]:
         Policy(
             "kernel", "cpu", "plugins.kernels.cpu.CpuKernel", "attention in C++ that reads the blocks in place, CPU"
         ),
+        Policy("kernel", "triton", "plugins.kernels.triton.TritonKernel", "paged attention in Triton, on a GPU"),
         Policy("kernel", "auto", "plugins.kernels.torch.TorchKernel", "the first of kernel.order that takes the case"),
         Policy("linears", "torch", "plugins.kernels.linears_torch.TorchLinears", "the model's own linear layers"),
         Policy(

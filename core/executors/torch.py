@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -22,6 +22,9 @@ from core.batch import MAX_SCORED_TOKENS
 from core.cache import KVCache, KVShape, available_memory, fit_blocks_cpu, fit_blocks_gpu
 from core.executors import StartHooks
 from core.executors.calibration import Calibration, best_of, measure_link, one_sequence, recorded, sampling_of
+from core.executors.cuda import DeviceStep
+from core.executors.router import Router
+from core.executors.router import phase_of as phase_of
 from core.kernel import LAYOUTS, AttentionCase, AttentionKernel, LayerInfo, Layout, Phase
 from core.machines import calibrated
 from core.model import LoadedModel, attention_modules, connect, packed_logits
@@ -43,55 +46,6 @@ ARRAYS = ("token_ids", "positions", "slot_mapping", "query_start", "kv_lens", "b
 PHASES: tuple[Phase, ...] = ("decode", "prefill", "mixed")
 
 
-class Router:
-    """What attention modules call: passes each layer's call to the kernel that was chosen for this step's phase."""
-
-    def __init__(self, table: dict[Phase, list[AttentionKernel]], checked: bool):
-        self.table = table  # phase -> kernel of each layer
-        self.forward: Callable = self._checked if checked else self._plain
-        self._current: list[AttentionKernel] = []
-
-    @property
-    def kernels(self) -> list[AttentionKernel]:
-        """Every chosen kernel once."""
-        return _distinct(kernel for row in self.table.values() for kernel in row)
-
-    def begin(self, batch: Batch, tensors: dict[str, torch.Tensor]) -> None:
-        """Choose by the batch's phase, and let those kernels prepare."""
-        self._current = self.table[phase_of(batch)]
-        for kernel in _distinct(self._current):
-            kernel.prepare(batch, tensors)
-
-    def _plain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self._current[layer].forward(layer, q, k, v)
-
-    def _checked(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        kernel = self._current[layer]
-        out = kernel.forward(layer, q, k, v)
-        if out.shape != q.shape or out.dtype != q.dtype:
-            shapes = f"{tuple(out.shape)} {out.dtype} for {tuple(q.shape)} {q.dtype}"
-            raise PolicyError(f"kernel {kernel.name}, layer {layer}: gave {shapes}")
-        bad = ~out.isfinite().flatten(1).all(1)
-        fed = q.isfinite().flatten(1).all(1) & k.isfinite().flatten(1).all(1) & v.isfinite().flatten(1).all(1)
-        if fed.all() and bad.any():  # a model that is itself not finite is the sampler's to report, row by row
-            raise PolicyError(
-                f"kernel {kernel.name}, layer {layer}: its output for packed token {int(bad.nonzero()[0])} is not "
-                "finite although q, k and v are"
-            )
-        return out
-
-
-def phase_of(batch: Batch) -> Phase:
-    """decode: every sequence has one new token; prefill: none has; mixed: both kinds."""
-    if batch.max_query_len == 1:
-        return "decode"
-    return "mixed" if (np.diff(batch.query_start) == 1).any() else "prefill"
-
-
-def _distinct(items: Any) -> list:
-    return list({id(item): item for item in items}.values())
-
-
 @attrs.define(eq=False, kw_only=True)
 class TorchExecutor:
     """See the module docstring and ``core.types.Executor``."""
@@ -104,9 +58,11 @@ class TorchExecutor:
     )  # None: all we may use
     seed: int = 0  # of the tokens used to warm up and measure; sampling has its own
     checks: str = attrs.field(default="cheap", validator=in_(["cheap", "full"]))
+    graphs: bool = attrs.field(default=True, validator=instance_of(bool))  # CUDA graphs of decode steps, on a GPU
 
     tokenizer: Any = attrs.field(default=None, init=False)  # after load()
-    fit_line: str = attrs.field(default="", init=False)  # what fit_blocks decided
+    fit_line: str = attrs.field(default="", init=False)  # what fit_blocks decided, and why
+    graph_line: str = attrs.field(default="", init=False)  # which decode steps are graphs, on a GPU
     _loaded: LoadedModel | None = attrs.field(default=None, init=False)
     _device: torch.device = attrs.field(default=torch.device("cpu"), init=False)
     _router: Router | None = attrs.field(default=None, init=False)
@@ -117,6 +73,7 @@ class TorchExecutor:
     _cache: KVCache | None = attrs.field(default=None, init=False)
     _limits: Limits | None = attrs.field(default=None, init=False)
     _sampler: Sampler = attrs.field(factory=Sampler, init=False)
+    _step: DeviceStep | None = attrs.field(default=None, init=False)  # on a GPU
 
     # -------------------------------------------------------------------------------------------- start
 
@@ -210,6 +167,10 @@ class TorchExecutor:
         """The pools, for good. ``checks=full`` fills them with NaN, so that reading an unwritten slot shows."""
         self._bind(limits.num_blocks, limits.num_swap_blocks, limits.block_size)
         self._limits = limits
+        if self._device.type == "cuda":
+            assert self._router is not None and self._cache is not None
+            graphs = self.graphs and self.checks != "full"  # full checks look at every output, which a graph cannot
+            self._step = DeviceStep(self._need_model().model, self._router, self._cache, limits, self._device, graphs)
 
     def _bind(self, num_blocks: int, num_swap_blocks: int, block_size: int) -> None:
         assert self._shape is not None and self._router is not None, "prepare() comes first"
@@ -271,6 +232,8 @@ class TorchExecutor:
         for num_tokens in (min(16, limits.num_blocks * limits.block_size), 1):
             logits = self._run(one_sequence(num_tokens, limits.block_size, self._vocab_size(), self.seed))
             self._sampler.sample(logits, sampling_of(1, SamplingParams(top_k=2)))
+        if self._step is not None:
+            self.graph_line = self._step.warm_up()
         if self.checks == "full" and self._cache is not None:
             self._cache.poison()
 
@@ -281,14 +244,14 @@ class TorchExecutor:
         touched by it.
         """
         assert self._cache is not None, "allocate() comes first"
+        if self._step is not None:
+            return self._step.execute(batch, moves, sampling)
         started = time.perf_counter()
         with torch.inference_mode():
             if moves:
                 self._cache.run_moves(moves)
-                self._settle()
             moved = time.perf_counter()
             logits = self._forward(batch)
-            self._settle()
             computed = time.perf_counter()
             token_ids, logprobs, errors = self._sampler.sample(logits, sampling)
             scores = self._sampler.score(logits, sampling) if sampling.scores else ()
@@ -307,11 +270,6 @@ class TorchExecutor:
     def _run(self, batch: Batch) -> torch.Tensor:
         with torch.inference_mode():
             return self._forward(batch)
-
-    def _settle(self) -> None:
-        """Wait for the device, so that seconds belong to their stage. Sampling would wait a moment later anyway."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def now(self) -> float:
         """Seconds on the machine's monotonic clock."""
@@ -339,6 +297,7 @@ class TorchExecutor:
             "linears": self._linears,
             "layout": self._layout,
             "kv_pool": self.fit_line or None,
+            "graphs": self.graph_line or None,
             "checks": self.checks,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -346,7 +305,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Drop the model, the pools and the kernels."""
-        self._loaded = self._router = self._cache = self._limits = None
+        self._loaded = self._router = self._cache = self._limits = self._step = None
 
     def _need_model(self) -> LoadedModel:
         assert self._loaded is not None, "load() comes first, and nothing after close()"

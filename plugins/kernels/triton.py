@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -40,28 +40,32 @@ class Sizes(NamedTuple):
     pieces: int = 32  # decode: most pieces of a sequence
 
 
-def choose_sizes(num_rows: int, head_dim: int, item_bytes: int, decode: bool) -> Sizes:
-    """Sizes for launches with up to ``num_rows`` rows a key head (group x longest chunk); ``item_bytes`` of a value as it
-    is multiplied. Fixed rules, since tuning at run time would stall a first request and differ from run to run:
+def choose_sizes(
+    num_rows: int, head_dim: int, item_bytes: int, stored_bytes: int, decode: bool, amd: bool = False
+) -> Sizes:
+    """Sizes for launches with up to ``num_rows`` rows a key head (group x longest chunk). Values have ``item_bytes`` as
+    they are multiplied and ``stored_bytes`` in the cache. Fixed rules, since tuning at run time would stall a first request
+    and differ from run to run; ``python benchmarks/aot.py`` shows what compilers make of them:
 
-    * rows: the least that holds them, from 16 (the least M of a tensor core). More rows reuse a loaded key more often,
-      until their output (rows x head_dim float32) fills the registers of 128 threads: 64 registers each at 64 x 128.
-      float32 has no matrix instruction and keeps its operands in registers too: a quarter of that.
-    * tile, stages: K and V of a tile, times loads in flight, stay within 32 kB, so that several programs fit one
-      multiprocessor. Decode waits for memory: loads in flight matter more than long tiles.
-    * warps: 4. At 16 rows more would share one tensor-core row block and only wait for each other.
-
-    ``python benchmarks/aot.py`` shows what a compiler makes of them.
+    * rows: the least that holds them, from 16 (the least M of a tensor core) to 64 (of Hopper's). More reuse a loaded key
+      more often, until their output (rows x head_dim float32) fills the registers of 128 threads. float32 has no matrix
+      instruction on NVIDIA and keeps its operands in registers too: a quarter of that.
+    * tile, stages: K and V of two tiles in 32 kB, so that at least three programs fit one multiprocessor. On NVIDIA a load
+      whose address was itself loaded is one tile ahead only from five stages on (with four it is issued and waited for
+      at once); AMD's pipeliner counts one less. 64 rows keep two tiles from two stages on.
+    * warps: 4. More would share one tensor-core row block. float32 from a scaled cache or of 256 dims: 8, or it spills.
     """
     width = max(16, power_of_two(head_dim))
     rows = max(16, power_of_two(num_rows))
     if not decode:
         rows = min(rows, 64, max(16, (8192 if item_bytes <= 2 else 2048) // width))
-    budget = 32 * 1024 // (2 * width * item_bytes)  # keys in flight
-    stages = 3 if budget >= 64 else 2 if budget >= 32 else 1
-    most = 64 if width <= 64 and item_bytes <= 2 else 32
-    tile = max(16, min(budget // max(stages - 1, 1), most))
-    return Sizes(rows, tile, 4, stages)
+    tile = max(16, min(64, 8192 // (width * item_bytes)))
+    stages = 5 if width <= 128 else 3 if item_bytes <= 2 else 1
+    if rows >= 64:
+        stages = 3 if width <= 64 else 2
+    if item_bytes > 2 and (stored_bytes == 1 or width > 128):
+        return Sizes(rows, tile, 8, min(stages, 2))
+    return Sizes(rows, tile, 4, max(2, stages - 1) if amd and stages > 2 else stages)
 
 
 def power_of_two(number: int) -> int:
@@ -76,11 +80,11 @@ class TritonAttention:
     layouts: tuple[Layout, ...] = ("block_major", "layer_major")
     graph_safe = True
 
-    def __init__(self, sizes: Any = choose_sizes):
+    def __init__(self, dtype: str = "float32", sizes: Callable[..., Sizes] = choose_sizes):
         from plugins.kernels import triton_attention
 
         self.kernels: ModuleType = triton_attention
-        self.sizes = sizes
+        self.dtype_bytes, self._sizes = getattr(torch, dtype).itemsize, sizes
 
     def bind(self, k_cache: list[torch.Tensor], v_cache: list[torch.Tensor], layers: list[LayerInfo]) -> None:
         """Learn the cache: [N, S, H_kv, D] views of one pool, so that all have the same strides."""
@@ -88,7 +92,7 @@ class TritonAttention:
         strides = {one.stride() for one in (*k_cache, *v_cache)}
         if len(strides) > 1 or view.stride(3) != 1:
             raise ValueError(f"the cache views must have the same strides, the last of them 1: {sorted(strides)}")
-        self.layers, self.device, self.item_bytes = layers, view.device, view.element_size()
+        self.layers, self.device, self.stored_bytes = layers, view.device, view.element_size()
         self.format = FORMATS.get(view.dtype, 0)
         self.caches, self.scales = [k_cache, v_cache], [k_cache, v_cache]
         scale_stride = 0
@@ -120,10 +124,15 @@ class TritonAttention:
         self._decodes = self._only_decode or bool((batch.query_start[1:] - batch.query_start[:-1] == 1).any())
         self._padded = batch.num_tokens > int(batch.query_start[-1])
         group = max(layer.num_heads for layer in self.layers) // self.num_kv_heads
-        self._one = self.sizes(group, self.head_dim, max(self.item_bytes, 2), True)
+        self._one = self.sizes(group, True)
         if self._decodes:
             for window in self.windows:
                 self._plan(window)
+
+    def sizes(self, num_rows: int, decode: bool) -> Sizes:
+        """``choose_sizes`` for this cache and device."""
+        amd = torch.version.hip is not None
+        return self._sizes(num_rows, self.head_dim, self.dtype_bytes, self.stored_bytes, decode, amd)
 
     def _plan(self, window: int) -> None:
         size = self._one
@@ -134,7 +143,7 @@ class TritonAttention:
             PIECE=size.piece,
             PIECES=size.pieces,
             WINDOW=window > 0,
-            BLOCK=min(64, power_of_two(self._num_seqs)),
+            BLOCK=min(32, power_of_two(self._num_seqs)),
         )
 
     def _most_pieces(self, window: int) -> int:
@@ -193,8 +202,7 @@ class TritonAttention:
 
     def _attend_chunks(self, info: LayerInfo, cache: tuple, q: torch.Tensor, out: torch.Tensor) -> None:
         group, arrays = info.num_heads // info.num_kv_heads, self._arrays
-        item_bytes = max(self.item_bytes, q.element_size())
-        size = self.sizes(group * self._max_new, self.head_dim, item_bytes, False)
+        size = self.sizes(group * self._max_new, False)
         queries = size.rows // group
         tables = arrays["block_tables"]
         self.kernels.attend_chunks[(len(q) // queries + self._num_seqs, self.num_kv_heads)](
@@ -245,7 +253,8 @@ class TritonAttention:
 
     def copy_blocks(self, source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``core.kernel.CopiesBlocks``: one launch for all pairs."""
-        read, write = _pieces(source), _pieces(destination)
+        whole = source[0].is_contiguous() and destination[0].is_contiguous()  # else a block is a piece a layer and half
+        read, write = _pieces(source, whole), _pieces(destination, whole)
         index = torch.tensor(pairs, dtype=torch.int32)
         if self.device.type == "cuda":
             index = index.pin_memory().to(self.device, non_blocking=True)
@@ -255,13 +264,10 @@ class TritonAttention:
         )
 
 
-def _pieces(blocks: torch.Tensor) -> torch.Tensor:
+def _pieces(blocks: torch.Tensor, whole: bool) -> torch.Tensor:
     """[blocks, layers, 2, ...] as [blocks, pieces, words]: int32 words, contiguous within a piece. The same memory."""
-    rows = blocks.flatten(3) if blocks.dim() > 4 else blocks
-    words = rows.view(torch.int32)
-    if words[0].is_contiguous():
-        return words.flatten(1)[:, None, :]
-    return words.flatten(1, 2)
+    words = (blocks.flatten(3) if blocks.dim() > 4 else blocks).view(torch.int32)
+    return words.flatten(1)[:, None, :] if whole else words.flatten(1, 2)
 
 
 def interpreted() -> bool:
@@ -291,5 +297,5 @@ class TritonKernel:
         if case.kv_dtype in SCALED and case.head_dim % 4:
             return Refusal(f"triton takes head_dim in fours with kv_dtype={case.kv_dtype}, not {case.head_dim}")
         if self._kernel is None:
-            self._kernel = TritonAttention()
+            self._kernel = TritonAttention(case.dtype)
         return self._kernel

@@ -33,12 +33,22 @@ def decoded(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
         bits = x.to(tl.int32) & 0xFF
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(dtype)
+    if FORMAT == 1:  # by way of float32, as compilers do: the interpreter has no int8 to bfloat16
+        return x.to(tl.float32).to(dtype)
     return x.to(dtype)
 
 
 @triton.jit
+def full_scale(scale, FORMAT: tl.constexpr):
+    """What a ``decoded`` value is multiplied by, from the scale as it is stored."""
+    if FORMAT == 2:
+        return scale * 256.0
+    return scale
+
+
+@triton.jit
 def encoded(x, scale, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """float32 values over their scale, as they are stored."""
+    """float32 values over their full scale, as they are stored."""
     if FORMAT == 1:
         return tl.floor(x / scale + 0.5).to(tl.int8)
     if FORMAT == 2:
@@ -56,7 +66,7 @@ def scale_for(x, AXIS: tl.constexpr, FORMAT: tl.constexpr):
     if FORMAT == 1:
         peak = peak / 127.0
     else:
-        peak = peak / 1.75  # 448, the largest e4m3, times 2**-8
+        peak = peak / 448.0
     return tl.where(peak > 0.0, peak, 1.0) + tl.sum(x * 0.0, AXIS)  # the sum is 0 or NaN: max may drop a NaN
 
 
@@ -85,7 +95,7 @@ def load_tile(
     scale = tl.full(positions.shape, 1.0, tl.float32)
     if FORMAT != 0:
         scale = tl.load(scales + block * scale_stride + offset * KV_HEADS + head, mask=seen, other=0.0)
-    return decoded(x, FORMAT, dtype), scale
+    return decoded(x, FORMAT, dtype), full_scale(scale, FORMAT)
 
 
 @triton.jit
@@ -133,10 +143,11 @@ def store_rows(
         return stored.to(tl.float32)
     x = x.to(tl.float32)
     scale = scale_for(x, 1, FORMAT)
-    stored = encoded(x, scale[:, None], FORMAT, cache.dtype.element_ty)
+    full = full_scale(scale, FORMAT)[:, None]
+    stored = encoded(x, full, FORMAT, cache.dtype.element_ty)
     tl.store(where, stored, mask=mask)
     tl.store(scales + block * scale_stride + offset * KV_HEADS + heads, scale, mask=here)
-    return decoded(stored, FORMAT, tl.float32) * scale[:, None]
+    return decoded(stored, FORMAT, tl.float32) * full
 
 
 @triton.jit
