@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-from core.logits import NOTHING_LEFT, Edits, Unsamplable, edits_for, failure
+from core.logits import NOTHING_LEFT, Edits, Unsamplable, edits_for, failure, is_edited
 from core.types import SamplingBatch, SamplingParams, TokenLogprobs
 from core.uniform import uniform
 
@@ -87,6 +87,12 @@ class Sampler:
             for (i, _), token in zip(drawn, torch.stack([token for _, token in drawn]).tolist(), strict=True):
                 token_ids[i] = token
         return token_ids, self._logprobs(logits, sampling, token_ids, errors), errors
+
+    def edits_any(self, sampling: SamplingBatch) -> bool:
+        """Whether some row is changed before it is drawn from (penalties, masks, grammars), or prompt tokens are scored."""
+        if sampling.scores or any(one is not None for one in sampling.constraints or ()):
+            return True
+        return any(params.min_p or is_edited(params) for params in sampling.params)
 
     def _own_row(self, row: torch.Tensor, sampling: SamplingBatch, i: int) -> int | torch.Tensor | None:
         """A draw from a row that this request's parameters change; None when they do not."""

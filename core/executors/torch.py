@@ -244,7 +244,7 @@ class TorchExecutor:
         touched by it.
         """
         assert self._cache is not None, "allocate() comes first"
-        if self._step is not None:
+        if self._step is not None and not self._sampler.edits_any(sampling):
             return self._step.execute(batch, moves, sampling)
         started = time.perf_counter()
         with torch.inference_mode():
