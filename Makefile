@@ -22,7 +22,7 @@ serve: setup
 	$(RUN) -m core.serve $(ARGS)
 
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n 2 $(ARGS)
 
 slow: setup
 	$(RUN) -m pytest -m slow $(ARGS)

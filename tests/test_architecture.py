@@ -23,12 +23,14 @@ ROOT = Path(__file__).resolve().parents[1]
 SPINE = ("types", "state", "hookspecs", "discovery", "plugins", "engine", "blocks", "batch", "cost", "metrics")
 SPINE += ("scratch", "checks", "relief", "commit", "accounting", "params")  # what the engine is split into
 SPINE_LINES = (
-    2700  # lines of code: no blank lines, comments and docstrings; the ten that the design names are under 1,900
+    2700  # lines of code: no blank lines, comments and docstrings; the ten that the design names are under 2,000
 )
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LONG_FILES = {
     "core/types.py": "every value between the stages, mostly declarations",
+    "core/engine.py": "the step loop with all it wires together, which a reader wants in one place",
+    "plugins/kernels/triton_attention.py": "device functions that call each other, compiled together",
 }
 LONG_FUNCTIONS: dict[str, str] = {"plugins/__init__.py:provide_policies": "a table, one line an option"}
 PRODUCT = sorted(path for folder in ("core", "plugins", "conf") for path in (ROOT / folder).rglob("*.py"))

@@ -25,8 +25,8 @@ from core.kernel import SCALED, CopiesBlocks, scales_of
 from core.sources import Tiny
 from core.types import Move
 from plugins.kernels import triton_attention
-from plugins.kernels.triton import Sizes, TritonAttention, TritonKernel, choose_sizes
 from plugins.kernels.torch import TorchAttention, TorchKernel
+from plugins.kernels.triton import Sizes, TritonAttention, TritonKernel, choose_sizes
 from tests.driver import Driver
 from tests.reference import Case
 
