@@ -22,7 +22,7 @@ serve: setup
 	$(RUN) -m core.serve $(ARGS)
 
 test: setup
-	$(RUN) -m pytest -n 2 $(ARGS)
+	$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: setup
 	$(RUN) -m pytest -m slow $(ARGS)

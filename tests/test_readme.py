@@ -44,6 +44,12 @@ def test_a_command_of_the_readme_runs(command: str, trial: Path) -> None:
     assert list(trial.glob("**/result.json"))
 
 
+def test_the_ledger_of_the_readme_prints_its_tables(trial: Path) -> None:
+    assert "    python -m core.ledger\n" in README
+    done = run(["-m", "core.ledger"], trial)
+    assert done.returncode == 0 and "KV per token" in done.stdout, done.stderr[-2000:]
+
+
 def test_there_are_commands_to_test() -> None:
     assert len(COMMANDS) >= 3
 
