@@ -110,7 +110,10 @@ def test_replay_writes_its_result_with_a_manifest(tmp_path):
     assert [policy["option"] for policy in manifest["policies"]] == [
         "allocator=paged",
         "scheduler=chunked",
+        "predictor=declared",
+        "admission=open",
         "preemption=breakeven",
+        "idle=breakeven",
     ]
     assert manifest["observers"][0]["option"] == "observers=recorder"
     assert manifest["wrappers"]["plan_step"] == ["quire 0.1.0: observers=recorder"]
