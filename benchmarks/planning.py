@@ -1,4 +1,4 @@
-"""Microseconds that a scheduler takes to plan a step: ``python benchmarks/planning.py [--scheduler NAME ...]``.
+"""Microseconds that a scheduler takes to plan a step: ``python -m benchmarks.planning [--scheduler NAME ...]``.
 
 Two loads: 256 running and 1,000 waiting sequences, 32 and 100. Most of those that run decode, four are in the middle of their
 prompts, two rows are free and newcomers fit, so every scheduler also has to find whom to start. Clients, priorities, deadlines

@@ -50,29 +50,6 @@ def provide_policies() -> list[Policy]:
             "scheduler", "chunked", "plugins.schedulers.chunked.ChunkedScheduler", "running first, prompts in chunks"
         ),
         Policy(
-            "scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"
-        ),
-        Policy("scheduler", "fcfs", "plugins.schedulers.fcfs.FcfsScheduler", "whole prompts first, in arrival order"),
-        Policy("scheduler", "priority", "plugins.schedulers.priority.PriorityScheduler", "the most important first"),
-        Policy("scheduler", "sjf", "plugins.schedulers.sjf.SjfScheduler", "the shortest predicted work first"),
-        Policy(
-            "scheduler",
-            "prefix_aware",
-            "plugins.schedulers.prefix_aware.PrefixAwareScheduler",
-            "the longest cached prefix first",
-        ),
-        Policy("scheduler", "fair", "plugins.schedulers.fair.FairScheduler", "the client served least first"),
-        Policy("scheduler", "slo", "plugins.schedulers.slo.SloScheduler", "deadlines first, batches that meet TPOT"),
-        Policy("predictor", "declared", "plugins.predictors.declared.Declared", "as long as the request allows"),
-        Policy("predictor", "oracle", "plugins.predictors.oracle.Oracle", "as long as the workload recorded"),
-        Policy("predictor", "quantile", "plugins.predictors.quantile.Quantile", "as long as recent answers were"),
-        Policy("admission", "open", "plugins.admission.open.Open", "whoever waits is served"),
-        Policy("admission", "deadline", "plugins.admission.deadline.Deadline", "what is late is refused or demoted"),
-        Policy("idle", "keep", "plugins.idle.keep.Keep", "a stalled session keeps its KV on the device"),
-        Policy("idle", "swap", "plugins.idle.swap.Swap", "a stalled session's KV moves to the host"),
-        Policy("idle", "discard", "plugins.idle.discard.Discard", "a stalled session's KV is given back"),
-        Policy("idle", "breakeven", "plugins.idle.breakeven.BreakEven", "keep, then whichever of the two is cheaper"),
-        Policy(
             "preemption", "recompute", "plugins.preemption.recompute.Recompute", "drop the KV, compute it again later"
         ),
         Policy("preemption", "swap", "plugins.preemption.swap.Swap", "move the KV to host memory and back"),
@@ -117,4 +94,34 @@ def provide_policies() -> list[Policy]:
         Policy("machine", "a100", "core.arithmetic.Machine", "NVIDIA A100 SXM 80 GB, by its data sheet"),
         Policy("machine", "local", "core.machines.Local", "this machine, as python -m core.calibrate measured it"),
         Policy("observers", "recorder", "core.observers.recorder.Recorder", "every decision as JSON lines"),
+        *_who_runs(),
+    ]
+
+
+def _who_runs() -> list[Policy]:
+    """Schedulers beside the default, and the seams that they read."""
+    return [
+        Policy(
+            "scheduler", "static", "plugins.schedulers.static.StaticScheduler", "a batch runs until its last one ends"
+        ),
+        Policy("scheduler", "fcfs", "plugins.schedulers.fcfs.FcfsScheduler", "whole prompts first, in arrival order"),
+        Policy("scheduler", "priority", "plugins.schedulers.priority.PriorityScheduler", "the most important first"),
+        Policy("scheduler", "sjf", "plugins.schedulers.sjf.SjfScheduler", "the shortest predicted work first"),
+        Policy(
+            "scheduler",
+            "prefix_aware",
+            "plugins.schedulers.prefix_aware.PrefixAwareScheduler",
+            "the longest cached prefix first",
+        ),
+        Policy("scheduler", "fair", "plugins.schedulers.fair.FairScheduler", "the client served least first"),
+        Policy("scheduler", "slo", "plugins.schedulers.slo.SloScheduler", "deadlines first, batches that meet TPOT"),
+        Policy("predictor", "declared", "plugins.predictors.declared.Declared", "as long as the request allows"),
+        Policy("predictor", "oracle", "plugins.predictors.oracle.Oracle", "as long as the workload recorded"),
+        Policy("predictor", "quantile", "plugins.predictors.quantile.Quantile", "as long as recent answers were"),
+        Policy("admission", "open", "plugins.admission.open.Open", "whoever waits is served"),
+        Policy("admission", "deadline", "plugins.admission.deadline.Deadline", "what is late is refused or demoted"),
+        Policy("idle", "keep", "plugins.idle.keep.Keep", "a stalled session keeps its KV on the device"),
+        Policy("idle", "swap", "plugins.idle.swap.Swap", "a stalled session's KV moves to the host"),
+        Policy("idle", "discard", "plugins.idle.discard.Discard", "a stalled session's KV is given back"),
+        Policy("idle", "breakeven", "plugins.idle.breakeven.BreakEven", "keep, then whichever of the two is cheaper"),
     ]

@@ -94,6 +94,7 @@ class ReplayFrontend:
             status, error = "failed", str(failure)
             replay.cut_off()
         summary = engine.metrics.summary()
+        replay.leave()
         if status == "ok" and not summary["requests"]["finished"]:
             status, error = "failed", f"no request was served: {replay.first_error or 'the workload is empty'}"
         elif replay.first_error:
@@ -266,6 +267,12 @@ class _Replay:
     def num_open(self) -> int:
         """Requests in flight."""
         return len(self._open)
+
+    def leave(self) -> None:
+        """The run is over and no session comes back: what the engine keeps for them is given back, after the figures were taken."""
+        if self.engine.failure is None and self.engine.stats()["idle_sessions"]:
+            self.engine.end_sessions()
+            self.engine.step()
 
     def cut_off(self) -> None:
         """Abort what is in flight, so that the engine ends empty and every request is counted."""

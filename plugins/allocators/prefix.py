@@ -42,6 +42,8 @@ class PrefixAllocator:
     Hits are looked up when a sequence starts, also after a preemption by recompute. Requests share only within a ``cache_salt``.
     """
 
+    extends_tables = True  # it goes on with a table that another sequence began (sessions: see core/sessions.py)
+
     evict: str = attrs.field(default="lru", validator=_known_order)
     host: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     _pool: BlockPool = attrs.field(init=False, default=None)
@@ -177,7 +179,9 @@ class PrefixAllocator:
     def commit(self, sequences: Sequence[SequenceView]) -> Any:
         due = self._due
         for view in sequences:
-            if view.num_computed_tokens >= due[view.id]:
+            if view.num_computed_tokens >= due.get(
+                view.id, 0
+            ):  # a session's next turn goes on with blocks that it never reserved
                 self._offer(view)
         return True
 

@@ -7,13 +7,13 @@ same for the same seed and request.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import attrs
 
 from core.hookspecs import hookimpl
 from core.types import EngineInfo, SequenceView
-from core.uniform import uniform
 
 
 @attrs.define(eq=False)
@@ -35,6 +35,6 @@ class Oracle:
         recorded = sequence.recorded_output_tokens
         if recorded is None or not self.error:
             return recorded
-        # Box-Muller on two numbers that depend on seed and request alone, not on who else arrives
-        u, v = (max(1e-12, float(uniform(self._seed, i, sequence.request_id))) for i in (0, 1))
-        return max(1, round(recorded * math.exp(self.error * math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v))))
+        # seeded by seed and request alone, so that an error does not depend on who else arrives
+        error = random.Random(self._seed << 64 | sequence.request_id).gauss(0, self.error)
+        return max(1, round(recorded * math.exp(error)))

@@ -41,6 +41,7 @@ RESULT_KEYS = [
     "tpot_s",
     "itl_s",
     "e2e_s",
+    "service",
     "concurrency",
     "kv",
     "preemptions",
