@@ -95,6 +95,22 @@ def run_storm(num: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-30])
+def test_tiny_temperatures_are_no_fault_of_the_servers(temperature: float) -> None:
+    """The storm found it: with a bias the draw overflowed."""
+    with serving(toy_engine()) as server:
+        body = {
+            "model": "toy",
+            "prompt": "x",
+            "max_tokens": 5,
+            "temperature": temperature,
+            "logit_bias": {"70": 1},
+            "seed": 1,
+        }
+        drawn, best = post(server, "/v1/completions", body), post(server, "/v1/completions", {**body, "temperature": 0})
+        assert drawn.json()["choices"][0]["text"] == best.json()["choices"][0]["text"]
+
+
 def test_hostile_requests_harm_nobody() -> None:
     found = run_storm(300)
     print(dict(found))
