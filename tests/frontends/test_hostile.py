@@ -111,6 +111,14 @@ def test_tiny_temperatures_are_no_fault_of_the_servers(temperature: float) -> No
         assert drawn.json()["choices"][0]["text"] == best.json()["choices"][0]["text"]
 
 
+def test_a_tiny_penalty_is_the_clients_fault() -> None:
+    """The storm found it too: what was seen becomes infinitely likely."""
+    with serving(toy_engine()) as server:
+        body = {"model": "toy", "prompt": "x" * 40, "max_tokens": 50, "repetition_penalty": 1e-320}
+        assert post(server, "/v1/completions", body).status == 400
+        server.wait_idle()
+
+
 def test_hostile_requests_harm_nobody() -> None:
     found = run_storm(300)
     print(dict(found))
