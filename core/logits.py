@@ -117,7 +117,8 @@ def apply(row: np.ndarray, edits: Edits) -> np.ndarray:
     """A changed copy of one row of logits [V], float64."""
     row = row.astype(np.float64)
     seen = row[edits.seen]
-    row[edits.seen] = np.where(seen > 0, seen / edits.repetition, seen * edits.repetition)
+    with np.errstate(over="ignore"):  # a tiny penalty: an infinite logit, which cannot be drawn from and is said so
+        row[edits.seen] = np.where(seen > 0, seen / edits.repetition, seen * edits.repetition)
     row[edits.add_ids] += edits.add_values
     if edits.allowed is not None:
         row[~edits.allowed] = -np.inf

@@ -125,7 +125,6 @@ class Soak:
             data[draw.randrange(len(data))] = draw.randrange(256)
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=10) as sock:
             sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
             sock.settimeout(5)
             try:
                 status = sock.recv(64).split(b" ")[1:2]

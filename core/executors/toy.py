@@ -43,7 +43,8 @@ def _choose(logits: np.ndarray, temperature: float, number: float) -> int:
         raise Unsamplable(NOTHING_LEFT)
     if temperature == 0:
         return best
-    sums = np.exp((logits - logits[best]) / temperature).cumsum()
+    with np.errstate(over="ignore"):  # a tiny temperature: minus infinity is meant, of probability 0
+        sums = np.exp((logits - logits[best]) / temperature).cumsum()
     return int(np.searchsorted(sums, number * sums[-1], side="right"))
 
 
