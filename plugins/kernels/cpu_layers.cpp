@@ -77,6 +77,8 @@ void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int
   }
 }
 
+constexpr int AHEAD = 256;  // rows of a panel that are fetched before they are needed: 16, 64 and 128 were slower from 8 rows on
+
 template <int M>
 void multiply_panel(const float* x, int64_t x_row, const float* panel, int64_t k, const float* bias, bool add, float* out,
                     int64_t out_row, int64_t columns) {
@@ -86,7 +88,7 @@ void multiply_panel(const float* x, int64_t x_row, const float* panel, int64_t k
   const float* rows[(M + 2) / 3];  // every third row; the two behind it are at one and two strides
   for (int m = 0; m < M; m += 3) rows[m / 3] = x + m * x_row;
   for (int64_t i = 0; i < k; ++i, panel += PANEL) {
-    __builtin_prefetch(panel + 16 * PANEL, 0, 2);
+    for (int c = 0; c < PANEL; c += 16) __builtin_prefetch(panel + AHEAD * PANEL + c, 0, 2);
     vf right[VECTORS];
     for (int c = 0; c < VECTORS; ++c) right[c] = load(panel + c * W);
     for (int m = 0; m < M; ++m) {
