@@ -17,6 +17,7 @@ from core.blocks import BlockPool
 from core.cost import CostModel
 from core.engine import Engine
 from core.executors.calibration import sampling_of
+from core.executors.cuda import DeviceStep
 from core.executors.torch import TorchExecutor
 from core.model import LoadedModel, finish
 from core.plugins import Chosen, EngineHooks
@@ -64,6 +65,10 @@ def make_engine(shape: dict[str, Any], device: torch.device, limits: Limits, gra
     hooks = EngineHooks([chosen(kind, plugin) for kind, plugin in (plugins | {"kernel": TritonKernel()}).items()])
     executor.prepare(hooks, CacheConfig(block_size=limits.block_size))
     executor.allocate(limits)
+    if DRY:  # the GPU's path, with a second run in a graph's place
+        parts: Any = executor
+        model_of, router, cache = parts._loaded.model, parts._router, parts._cache
+        parts._step = DeviceStep(model_of, router, cache, limits, DEVICE, graphs, capture=lambda run: run)
     pool, cost = BlockPool(limits.num_blocks, limits.block_size), CostModel.of(model, 1e10, 1e14)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
