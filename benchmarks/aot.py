@@ -34,10 +34,14 @@ FLOATS = {"scale", "soft_cap"}
 WIDE = {"block_stride", "source_block", "source_piece", "target_block", "target_piece"}  # may exceed 2**31
 ODD = {"num_seqs", "window", "num_words"}  # not known to be multiples of 16
 
+ONES = {"num_seqs": 1, "window": 1, "table_stride": 1}  # the launcher makes an argument of 1 a constant
+
 # name -> dtype, KV dtype, head_dim, heads a key head, key heads, new tokens, window, soft cap
 CASES: dict[str, tuple[str, str, int, int, int, int, bool, bool]] = {
     "SmolLM2 decode": ("bfloat16", "bfloat16", 64, 3, 3, 1, False, False),
     "SmolLM2 chunks": ("bfloat16", "bfloat16", 64, 3, 3, 512, False, False),
+    "one sequence, decode": ("bfloat16", "bfloat16", 64, 3, 3, 1, True, False),
+    "one sequence, chunk": ("bfloat16", "bfloat16", 64, 3, 3, 512, True, False),
     "SmolLM2 short chunks": ("bfloat16", "bfloat16", 64, 3, 3, 4, False, False),
     "7B decode": ("float16", "float16", 128, 4, 8, 1, False, False),
     "7B chunks": ("float16", "float16", 128, 4, 8, 512, False, False),
@@ -109,6 +113,9 @@ def compile_one(module: Any, job: dict[str, Any], target: str) -> dict[str, Any]
     from triton.compiler import ASTSource
 
     kernel = getattr(module, job["kernel"])
+    if job["case"].startswith("one sequence"):
+        ones = {name: value for name, value in ONES.items() if name in kernel.arg_names}
+        job = job | {"constants": job["constants"] | ones}
     stored = "i8" if job["kv_dtype"] in ("int8", "float8_e4m3fn") else TYPES[job["kv_dtype"]]
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):

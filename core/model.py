@@ -24,7 +24,7 @@ from typing import Any
 import attrs
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from core.kernel import LayerInfo
@@ -65,12 +65,9 @@ def routed_attention(
     return out[None], None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The kernel masks by lengths."""
-
-
+# No mask function is registered for the name, so that transformers makes no mask at all: the kernel masks by lengths. With
+# one, even an empty one, it looks for packed sequences first, which waits for the device in every step.
 AttentionInterface.register(ATTENTION_NAME, routed_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

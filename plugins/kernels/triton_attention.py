@@ -187,8 +187,7 @@ def attend_chunks(
     """Sequences with several new tokens, whose K and V are in the cache: QUERIES tokens of one key head a program.
 
     The grid is an upper bound, ``num_tokens // QUERIES + num_seqs``: sequence i begins at program
-    ``starts[i] // QUERIES + i``. Sequences with one new token are left to ``attend_one``.
-    """
+    ``starts[i] // QUERIES + i``. Sequences with one new token are left to ``attend_one``."""
     index = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows of a prompt first
     head = tl.program_id(1)
     low, high = 0, num_seqs
@@ -243,9 +242,8 @@ def attend_chunks(
 
 @triton.jit
 def cut(kv_len, window, TILE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, WINDOW: tl.constexpr):
-    """(first key, keys a piece, number of pieces) of a sequence with one query: by its own length alone, so that its
-    result does not depend on its company. PIECE keys each, more where that would give over PIECES pieces.
-    """
+    """(first key, keys a piece, number of pieces) of a sequence with one query: by its own length alone, so that its result
+    does not depend on its company. PIECE keys each, more where that would give over PIECES pieces."""
     first = kv_len * 0
     if WINDOW:
         first = tl.maximum(kv_len - window, 0) // TILE * TILE
