@@ -30,7 +30,7 @@ Record = dict[str, Any]
 
 def run(experiment: str, seed: int, *overrides: str) -> Record:
     """The record of one run, with the share of decoded tokens whose step also computed a prompt (``met_prefill``)."""
-    config = compose([f"+experiment={experiment}", f"seed={seed}", *overrides])
+    config = compose([f"experiment={experiment}", f"seed={seed}", *overrides])
     started = start(config, say=lambda _: None)
     frontend = instantiate(config.frontend, option_name(config, "frontend"))
     decoded, met = 0, 0
@@ -112,7 +112,7 @@ def goodput(seeds: range) -> None:
         [r["requests"]["finished"] / r["duration_s"] for r in saturated],
         " requests/s",
     )
-    arriving = compose(["+experiment=goodput"]).workload.arrivals.rate_per_s
+    arriving = compose(["experiment=goodput"]).workload.arrivals.rate_per_s
     say_ratio(
         "arrivals / saturation",
         [arriving] * len(seeds),

@@ -22,7 +22,7 @@ def test_an_experiment_composes_and_its_workload_is_whole(name: str) -> None:
     params = (yaml.safe_load(text).get("hydra") or {}).get("sweeper", {}).get("params", {})
     last = [f"{key}={str(value).split(',')[-1]}" for key, value in params.items() if "glob" not in str(value)]
     for overrides in ([], last):
-        config = compose([f"+experiment={name}", *overrides])
+        config = compose([f"experiment={name}", *overrides])
         check_root(config)
         workload = instantiate(config.workload, "workload")
         first = next(iter(workload.requests(32000, config.max_model_len or 4096)))
