@@ -101,7 +101,11 @@ def check_lifo(cwd, *paths):
     assert "[quire_lifo.observers][INFO] - step 0:" in done.stdout
     done = run([sys.executable, "-m", "core.serve", *TOY], cwd, *paths)
     assert "quire-lifo" not in done.stdout, "installed is not active"
-    done = run([sys.executable, "-m", "core.serve", "-m", *TOY, "scheduler=glob(*)", "max_num_batched_tokens=4096"], cwd, *paths)
+    done = run(
+        [sys.executable, "-m", "core.serve", "-m", *TOY, "scheduler=glob(*)", "max_num_batched_tokens=4096"],
+        cwd,
+        *paths,
+    )
     assert done.returncode == 0 and "0 failed" in done.stdout, done.stdout + done.stderr
     done = run([sys.executable, "-m", "core.serve", *TOY, "scheduler=lifo", "scheduler.max_runing=1"], cwd, *paths)
     assert done.returncode == 2 and "did you mean max_running?" in done.stderr
