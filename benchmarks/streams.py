@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.http import MODELS
+from benchmarks.serving import MODELS
 from core.config import compose
 from core.frontends.http import HttpFrontend
 from core.start import start

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SPINE = ("types", "state", "hookspecs", "discovery", "plugins", "engine", "blocks", "batch", "cost", "metrics")
 SPINE += ("scratch", "checks", "relief", "commit", "accounting", "params")  # what the engine is split into
 SPINE_LINES = (
-    2700  # lines of code: no blank lines, comments and docstrings; the ten that the design names are under 2,000
+    2800  # lines of code: no blank lines, comments and docstrings; the ten that the design names are under 2,000
 )
 FILE_LINES = 400
 FUNCTION_LINES = 60
@@ -32,7 +32,10 @@ LONG_FILES = {
     "core/engine.py": "the step loop with all it wires together, which a reader wants in one place",
     "plugins/kernels/triton_attention.py": "device functions that call each other, compiled together",
 }
-LONG_FUNCTIONS: dict[str, str] = {"plugins/__init__.py:provide_policies": "a table, one line an option"}
+LONG_FUNCTIONS: dict[str, str] = {
+    "plugins/__init__.py:provide_policies": "a table, one line an option",
+    "plugins/kernels/triton_attention.py:attend_one": "one device function: what it shares with others is in functions already",
+}
 PRODUCT = sorted(path for folder in ("core", "plugins", "conf") for path in (ROOT / folder).rglob("*.py"))
 OPTIONS = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != "experiment")
 CHAINS = [path for path in OPTIONS if "candidates" in path.read_text()]  # kernel=auto, linears=auto

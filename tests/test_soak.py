@@ -24,5 +24,7 @@ def test_a_minute_of_random_clients_leaves_nothing() -> None:
 
 
 def test_the_benchmark_of_http_serves_everything_both_ways() -> None:
-    said = said_by("benchmarks.http", "--model", "toy", "--requests", "4", "--tokens", "8", "--repeat", "1", seconds=60)
+    said = said_by(
+        "benchmarks.serving", "--model", "toy", "--requests", "4", "--tokens", "8", "--repeat", "1", seconds=60
+    )
     assert re.search(r"^http_share: -?\d+\.\d+$", said, re.MULTILINE)

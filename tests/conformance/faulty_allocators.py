@@ -198,15 +198,14 @@ class KeepsStateInTheClass(PagedAllocator):
 
 
 class AsksASet(PagedAllocator):
-    """Refuses in an order that hangs on the hash of strings."""
+    """Refuses newcomers by the order of a set of strings."""
 
     @hookimpl
     def reserve(self, plan: Plan, sequences: Any) -> Any:
-        answer = PagedAllocator.reserve(self, plan, sequences)
-        if isinstance(answer, Shortfall) and answer.num_fitting:
-            first = next(iter({sequences[chunk.sequence].client_id for chunk in plan.chunks}))
-            return attrs.evolve(answer, num_fitting=min(answer.num_fitting, hash(first) % 3))
-        return answer
+        first = next(iter({sequences[chunk.sequence].client_id for chunk in plan.chunks}))
+        if len(plan.chunks) > 1 and not plan.chunks[-1].may_preempt and hash(first) % 2:
+            return Shortfall(len(plan.chunks) - 1, 1)
+        return PagedAllocator.reserve(self, plan, sequences)
 
 
 class Slow(Faulty):

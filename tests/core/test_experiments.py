@@ -25,5 +25,5 @@ def test_an_experiment_composes_and_its_workload_is_whole(name: str) -> None:
         config = compose([f"experiment={name}", *overrides])
         check_root(config)
         workload = instantiate(config.workload, "workload")
-        first = next(iter(workload.requests(32000, config.max_model_len or 4096)))
+        first = next(iter(workload.requests(32000, config.max_model_len or 16384)))
         assert first.prompt_token_ids and first.params.max_tokens

@@ -82,7 +82,7 @@ def test_loglikelihoods_as_lm_eval_asks_for_them(quire: Any, server: Server, exp
             lists, truth = choice["logprobs"], expected(ids)
             assert len(lists["token_logprobs"]) == len(ids) + 1
             found = lists["token_logprobs"][num_context:-1]
-            assert found == pytest.approx([value for value, _ in truth[num_context - 1 :]], abs=1e-4)
+            assert found == pytest.approx([value for value, _ in truth[num_context - 1 :]], rel=1e-4, abs=1e-4)
             greedy = [
                 value == max(top.values())
                 for value, top in zip(found, lists["top_logprobs"][num_context:-1], strict=True)

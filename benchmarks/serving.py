@@ -1,6 +1,6 @@
 """What HTTP, detokenising and streaming cost: the same requests through ``frontend=replay`` and through the server, turn by turn.
 
-    python -m benchmarks.http [--model toy|tiny|smollm2] [--requests 64] [--tokens 64] [--concurrency 16] [--repeat 5] [group=option ...]
+    python -m benchmarks.serving [--model toy|tiny|smollm2] [--requests 64] [--tokens 64] [--concurrency 16] [--repeat 5] [group=option ...]
 
 Both serve one engine in one process, ``--concurrency`` requests in flight. Replay makes no text; the server streams to a load generator
 in a process of its own on the same machine, which reads bytes and parses nothing, and whose part of the machine is said. With
