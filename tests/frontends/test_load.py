@@ -175,6 +175,7 @@ def test_a_reader_that_falls_behind_costs_bounded_memory_and_loses_nothing() -> 
 
 def test_a_client_that_does_not_read_is_dropped_and_its_blocks_are_free(caplog: pytest.LogCaptureFixture) -> None:
     """While others are served; the connection ends, not only the request."""
+    caplog.set_level("WARNING")  # another test of this process may have turned INFO on
     engine = toy_engine(text=TEXT, num_blocks=17_000, checks="cheap")
     with serving(engine, client_timeout_s=0.5) as server, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -227,6 +228,7 @@ def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.Monke
 
 def test_a_hung_step_is_seen_from_outside_and_may_recover(caplog: pytest.LogCaptureFixture) -> None:
     """/health/live and /health/ready turn 503 and say so, new requests are refused, the log shows where; then all is well."""
+    caplog.set_level("WARNING")  # another test of this process may have turned INFO on
     engine = toy_engine()
     with serving(engine, step_timeout_s=0.2) as server:
         engine.executor.hold = hold = threading.Event()
