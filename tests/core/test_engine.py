@@ -73,9 +73,8 @@ def test_the_property_above_saw_every_kind_of_preemption(allocator: str) -> None
     seen = COUNTS[allocator]
     if not seen["forked"]:
         test_a_requests_tokens_are_those_it_would_get_alone(allocator)
-    assert min(seen["swap"], seen["recompute"], seen["forked"]) > 3, (
-        seen
-    )  # naive seldom runs short: it reserves at the start
+    assert min(seen["recompute"], seen["forked"]) > 3, seen
+    assert seen["swap"] > 3 or allocator == "naive", seen  # it seldom runs short: it reserves at the start
     assert seen["turned"] > 0 or allocator == "naive", seen
     assert seen["hit"] > 500 or allocator != "prefix", seen
 
