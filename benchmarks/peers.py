@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --peer generate --batch 8 [--prompt 32] [--output 48] [--threads 2] [--repeat 3]
     python -m benchmarks.peers --peer vllm-cpu --python other/bin/python --batch 8
+    python -m benchmarks.peers --peer generate --batch 32 --requests 64 --lengths lognormal
 
 Peers: `generate` and `generate_batch` (transformers), `vllm-cpu`, `llama-cpp` (needs --gguf; one request after the other) and
 `nano-vllm` (a GPU). A peer that is not installed in --python is refused with its import error. The model is
@@ -9,12 +10,17 @@ SmolLM2-135M-Instruct in float32, prompts are random tokens, greedy, every reque
 included, loading and one warm-up run are not. Only one process works at a time. Last line: `ratio: X`, output tokens a
 second of Quire over the peer's, the median over turns. Further words are overrides of Quire. `--clock cpu` counts the
 processor seconds of each process instead of the wall clock: for one thread on a machine that others load too.
+
+`--batch` is how many requests run at once, `--requests` how many there are (as many, unless told otherwise). `--lengths
+lognormal` draws each request's output length from a lognormal distribution of mean --output and sigma 1, from 1 to 512.
+`generate` then runs static batches, each as long as its longest request: tokens that nobody asked for are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -24,7 +30,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-Generate = Callable[[list[list[int]]], int]  # prompts to the number of output tokens
+Requests = list[tuple[list[int], int]]  # prompts and how many tokens each is to get
+Generate = Callable[[Requests], int]  # to the number of output tokens that were asked for and drawn
+MAX_OUTPUT = 512  # tokens, of a drawn length
 VOCABULARY = range(1000, 40000)  # ordinary tokens of the model
 
 
@@ -32,6 +40,23 @@ def model_folder() -> str:
     """The converted default model."""
     home = os.environ.get("QUIRE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
     return str(Path(home) / "models" / "SmolLM2-135M-Instruct")
+
+
+def longest(args: argparse.Namespace) -> int:
+    """Tokens of the longest request that can be drawn."""
+    return args.prompt + (args.output if args.lengths == "fixed" else MAX_OUTPUT)
+
+
+def draw(args: argparse.Namespace, seed: int) -> Requests:
+    """The requests of a seed: the same for every engine."""
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(args.requests or args.batch):
+        output = args.output
+        if args.lengths == "lognormal":  # of mean `output`: the mean of a lognormal is exp(mu + sigma^2 / 2)
+            output = min(max(round(rng.lognormvariate(math.log(args.output) - 0.5, 1.0)), 1), MAX_OUTPUT)
+        requests.append((rng.choices(VOCABULARY, k=args.prompt), output))
+    return requests
 
 
 def quire(args: argparse.Namespace) -> Generate:
@@ -42,14 +67,13 @@ def quire(args: argparse.Namespace) -> Generate:
 
     fixed = ["executor=torch", "cache.swap_gb=0", "cost.link_bytes_per_s=1e10", "cost.prefill_flop_per_s=1e11"]
     fixed += [f"num_threads={args.threads}", f"max_num_seqs={args.batch}"]
-    fixed += [f"cache.num_blocks={max(64, args.batch * -(-(args.prompt + args.output) // 16))}"]
+    fixed += [f"cache.num_blocks={max(64, args.batch * -(-longest(args) // 16))}"]
     engine = start(compose([*fixed, *args.overrides]), say=lambda line: print(line, file=sys.stderr)).engine
-    params = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True, detokenize=False)
 
-    def run(prompts: list[list[int]]) -> int:
-        for prompt in prompts:
-            engine.submit(prompt, params)
-        drawn, left = 0, len(prompts)
+    def run(requests: Requests) -> int:
+        for prompt, output in requests:
+            engine.submit(prompt, SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True, detokenize=False))
+        drawn, left = 0, len(requests)
         while left:
             report = engine.step()
             drawn += report.num_sampled
@@ -70,23 +94,29 @@ def transformers_model(args: argparse.Namespace):
 
 
 def generate(args: argparse.Namespace) -> Generate:
-    """transformers' generate: one batch."""
+    """transformers' generate: static batches."""
     import torch
 
     model = transformers_model(args)
 
-    def run(prompts: list[list[int]]) -> int:
-        ids = torch.tensor(prompts)
+    def run_batch(requests: Requests) -> int:
+        ids, output = torch.tensor([prompt for prompt, _ in requests]), max(output for _, output in requests)
         with torch.inference_mode():
             out = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=args.output,
-                min_new_tokens=args.output,
+                max_new_tokens=output,
+                min_new_tokens=output,
                 do_sample=False,
                 pad_token_id=0,
             )
-        return out[:, ids.shape[1] :].numel()
+        if out.shape != (len(requests), ids.shape[1] + output):
+            raise RuntimeError(f"generate gave {tuple(out.shape)} for {len(requests)} requests of {output} tokens")
+        return sum(output for _, output in requests)
+
+    def run(requests: Requests) -> int:
+        batches = (requests[start : start + args.batch] for start in range(0, len(requests), args.batch))
+        return sum(run_batch(batch) for batch in batches)
 
     return run
 
@@ -96,13 +126,16 @@ def generate_batch(args: argparse.Namespace) -> Generate:
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
+    if args.lengths != "fixed":
+        raise SystemExit("--peer generate_batch has one output length for all: give --lengths fixed")
     model = transformers_model(args)
     config = GenerationConfig(max_new_tokens=args.output, do_sample=False, eos_token_id=-1, pad_token_id=0)
     tokens = args.batch * (args.prompt + args.output)
     # a page of 32: its default of 256 would leave most of each page unused at these lengths
     batching = ContinuousBatchingConfig(page_size=32, num_blocks=max(64, tokens // 16), max_batch_tokens=512)
 
-    def run(prompts: list[list[int]]) -> int:
+    def run(requests: Requests) -> int:
+        prompts = [prompt for prompt, _ in requests]
         with torch.inference_mode():
             out = model.generate_batch(
                 prompts, generation_config=config, continuous_batching_config=batching, progress_bar=False
@@ -123,13 +156,17 @@ def vllm_cpu(args: argparse.Namespace) -> Generate:
         model=model_folder(),
         dtype="float32",
         enable_prefix_caching=False,
-        max_model_len=args.prompt + args.output + 16,
+        max_model_len=longest(args) + 16,
         max_num_seqs=args.batch,
     )
-    params = SamplingParams(temperature=0.0, max_tokens=args.output, ignore_eos=True, detokenize=False)
 
-    def run(prompts: list[list[int]]) -> int:
-        out = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    def run(requests: Requests) -> int:
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+            for _, output in requests
+        ]
+        out = engine.generate(prompts, params, use_tqdm=False)
         return sum(len(each.outputs[0].token_ids) for each in out)
 
     return run
@@ -141,15 +178,15 @@ def llama_cpp(args: argparse.Namespace) -> Generate:
 
     if not args.gguf:
         raise SystemExit("--peer llama-cpp needs --gguf FILE")
-    length = args.prompt + args.output + 16
+    length = longest(args) + 16
     model = Llama(args.gguf, n_ctx=length, n_threads=args.threads, n_threads_batch=args.threads, verbose=False)
 
-    def run(prompts: list[list[int]]) -> int:
+    def run(requests: Requests) -> int:
         drawn = 0
-        for prompt in prompts:
+        for prompt, output in requests:
             model.reset()
             for drawn_here, _ in enumerate(model.generate(prompt, temp=0.0), 1):
-                if drawn_here == args.output:
+                if drawn_here == output:
                     break
             drawn += drawn_here
         return drawn
@@ -161,10 +198,11 @@ def nano_vllm(args: argparse.Namespace) -> Generate:
     """nano-vllm, on a GPU."""
     from nanovllm import LLM, SamplingParams
 
-    engine = LLM(model_folder(), max_model_len=args.prompt + args.output + 16)
-    params = SamplingParams(temperature=1e-6, max_tokens=args.output, ignore_eos=True)
+    engine = LLM(model_folder(), max_model_len=longest(args) + 16)
 
-    def run(prompts: list[list[int]]) -> int:
+    def run(requests: Requests) -> int:
+        prompts = [prompt for prompt, _ in requests]
+        params = [SamplingParams(temperature=1e-6, max_tokens=output, ignore_eos=True) for _, output in requests]
         return sum(len(each["token_ids"]) for each in engine.generate(prompts, params, use_tqdm=False))
 
     return run
@@ -195,10 +233,9 @@ def work(args: argparse.Namespace) -> None:
     answers.write(json.dumps({"ready": True}) + "\n")
     answers.flush()
     for line in sys.stdin:
-        rng = random.Random(int(line))
-        prompts = [rng.choices(VOCABULARY, k=args.prompt) for _ in range(args.batch)]
+        requests = draw(args, int(line))
         started = now()
-        drawn = run(prompts)
+        drawn = run(requests)
         answers.write(json.dumps({"tokens": drawn, "seconds": now() - started}) + "\n")
         answers.flush()
 
@@ -247,6 +284,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32)
     parser.add_argument("--output", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=0, help="default: --batch")
+    parser.add_argument("--lengths", choices=["fixed", "lognormal"], default="fixed", help="of the outputs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: needs --threads 1")
@@ -269,7 +308,10 @@ def main() -> None:
             print(f"turn {turn}: quire {ours:.1f}, {args.peer} {theirs:.1f} output tokens/s", flush=True)
     for worker in workers:
         worker.close()
-    print(f"{args.batch} requests, {args.prompt} prompt and {args.output} output tokens, {args.threads} threads")
+    print(
+        f"{args.requests or args.batch} requests, {args.batch} at once, {args.prompt} prompt and {args.output} output tokens "
+        f"({args.lengths}), {args.threads} threads"
+    )
     print(f"ratio: {statistics.median(ours / theirs for ours, theirs in rates):.3f}")
 
 
