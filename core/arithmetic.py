@@ -32,9 +32,9 @@ import attrs
 from attrs.validators import ge, gt, in_, instance_of, le, optional
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-_count = [instance_of(int), ge(1)]
-_rate = [instance_of((int, float)), gt(0)]
-_seconds = [instance_of((int, float)), ge(0)]
+_count: list[Any] = [instance_of(int), ge(1)]
+_rate: list[Any] = [instance_of((int, float)), gt(0)]
+_seconds: list[Any] = [instance_of((int, float)), ge(0)]
 
 
 @attrs.frozen(slots=True, kw_only=True)

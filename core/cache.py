@@ -155,19 +155,22 @@ def independent(moves: Sequence[Move]) -> Iterator[tuple[MoveKind, list[tuple[in
     """(kind, pairs): successive moves of one kind that may run in any order: no block of a group is written twice, or
     both read and written.
     """
-    kind, pairs, read, written = None, [], set(), set()
+    kind: MoveKind | None = None
+    pairs: list[tuple[int, int]] = []
+    read: set[int] = set()
+    written: set[int] = set()
     for move in moves:
         clash = move.destination in written
         if move.kind == "copy":  # source and destination are one pool
             clash = clash or move.source in written or move.destination in read or move.source == move.destination
-        if pairs and (move.kind != kind or clash):
+        if kind is not None and (move.kind != kind or clash):
             yield kind, pairs
             pairs, read, written = [], set(), set()
         kind = move.kind
         pairs.append((move.source, move.destination))
         read.add(move.source)
         written.add(move.destination)
-    if pairs:
+    if kind is not None:
         yield kind, pairs
 
 

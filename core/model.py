@@ -58,10 +58,11 @@ def routed_attention(
     """What every attention layer of our models calls: gives [1, T, H, D]. Positions and lengths went to ``prepare``
     before.
     """
-    kernel = module.quire_kernel
+    kernel: Any = module.quire_kernel
     if isinstance(kernel, _Probe):
         return kernel.see(module, query, key, value, scaling, kwargs), None
-    out = kernel.forward(module.quire_layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    index = module.quire_layer
+    out = kernel.forward(index, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return out[None], None
 
 
@@ -72,7 +73,7 @@ AttentionInterface.register(ATTENTION_NAME, routed_attention)
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that ``find_layers`` found, by layer index."""
-    found = [module for module in model.modules() if hasattr(module, "quire_layer")]
+    found: list[Any] = [module for module in model.modules() if hasattr(module, "quire_layer")]
     return sorted(found, key=lambda module: module.quire_layer)
 
 
@@ -98,7 +99,7 @@ class _Probe:
 
     def __init__(self, lengths: tuple[int, ...]):
         self.lengths = lengths
-        self.modules: list[torch.nn.Module] = []
+        self.modules: list[Any] = []  # torch.nn.Module, each with an attention of its own
         self.layers: list[LayerInfo] = []
 
     def see(
@@ -176,7 +177,7 @@ def find_layers(model: PreTrainedModel) -> list[LayerInfo]:
 
 @contextmanager
 def _everywhere(model: torch.nn.Module, probe: _Probe) -> Iterator[None]:
-    modules = list(model.modules())
+    modules: list[Any] = list(model.modules())
     for module in modules:
         module.quire_kernel = probe
     try:
@@ -265,7 +266,7 @@ def load_folder(folder: Path, raw: dict[str, Any], device: str, dtype: str) -> P
     check_config(config, raw)
     with _quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=resolve_dtype(dtype, device, config),
@@ -277,6 +278,7 @@ def load_folder(folder: Path, raw: dict[str, Any], device: str, dtype: str) -> P
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise ModelRefused(f"{folder}: cannot load the weights: {error}") from error
+    model, report = loaded
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ModelRefused(

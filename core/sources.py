@@ -16,7 +16,7 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs.validators import ge, instance_of, min_len
+from attrs.validators import and_, ge, instance_of, min_len
 
 from core.arithmetic import Shape
 from core.shapes import shape_from_config, shape_from_folder
@@ -90,7 +90,7 @@ class Tiny:
     def name(self) -> str:
         return "tiny"
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, Any]:
         """Its sizes, by the names in a transformers config."""
         return {
             "num_hidden_layers": self.num_layers,
@@ -127,7 +127,7 @@ class Tiny:
 class Path:
     """A model of the user's: a transformers folder with safetensors weights, a .gguf file, or a Hugging Face id."""
 
-    path: str = attrs.field(validator=[instance_of(str), min_len(1)])
+    path: str = attrs.field(validator=and_(instance_of(str), min_len(1)))
 
     @property
     def name(self) -> str:

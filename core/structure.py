@@ -25,7 +25,7 @@ MAX_DEPTH = 64
 """Levels of a JSON Schema: the compiler recurses over them."""
 
 MAX_CHOICES = 1024
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
+_LIMITS: dict[str, Any] = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
            "max_lexer_states": 20_000, "max_grammar_size": 100_000, "verbose_errors": False}  # fmt: skip
 """llguidance's counted work: about 20 ms to compile, 15 ms a token, 40 MB a grammar at the very most."""
 

@@ -139,7 +139,7 @@ class AllocatorCases(PolicyCases):
         assert other == 0, f"the same prompt under another cache_salt: {other} tokens cached, expected none"
         subject.note(f"{again} of 16 tokens found again")
         if "reset_cache" in HOOKS and engine.hooks.has("reset_cache"):
-            engine.reset_cache()  # type: ignore[attr-defined]
+            engine.reset_cache()
             after = hit(work)
             assert after == 0, f"after reset_cache {after} tokens of the prompt are still cached"
             subject.note("reset_cache forgets them")

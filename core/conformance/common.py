@@ -211,8 +211,8 @@ def default_values(cls: type, parameters: Mapping[str, inspect.Parameter]) -> di
     """Defaults by parameter name, factories called."""
     values = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     for field in attrs.fields(cls) if attrs.has(cls) else ():
-        if isinstance(field.default, attrs.Factory) and not field.default.takes_self:  # type: ignore[arg-type, misc]
-            values[field.alias] = field.default.factory()  # type: ignore[union-attr]
+        if isinstance(field.default, attrs.Factory) and not field.default.takes_self:  # type: ignore[arg-type]
+            values[field.alias] = field.default.factory()
     return values
 
 

@@ -33,7 +33,7 @@ TOLERANCE = {
 }
 """Largest difference, absolute and relative, to the float32 reference on the same rounded inputs, which are averages
 of unit normals."""
-SHAPE = {"block_size": 16, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
+SHAPE: dict[str, Any] = {"block_size": 16, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -189,7 +189,7 @@ class KernelCases(Cases):
     def test_writes_its_slots_and_nothing_else(self, subject: Subject, phase: str, layout: str) -> None:
         """K and V land in the slots of the batch; padding rows (slot -1) write nothing; every other number in the
         pool keeps its bits, those of other layers included; the output of real rows is no NaN."""
-        options = {
+        options: dict[str, Any] = {
             "block_size": 3,
             "num_heads": 4,
             "num_kv_heads": 2,

@@ -28,7 +28,7 @@ class Enough:
     def __init__(self, engine: Engine):
         self.engine, self._call = engine, engine.hooks.choose_victims
         self.seen: dict[str, int] = {"asked": 0, "none": 0, "victims": 0}
-        engine.hooks.choose_victims = self._choose  # type: ignore[method-assign]
+        engine.hooks.choose_victims = self._choose
 
     def _choose(self, view: View, plan: Plan, shortfall: Shortfall) -> Sequence[Eviction] | None:
         before = list(self.engine.pool.refs), list(self.engine.pool._free)

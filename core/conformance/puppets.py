@@ -36,7 +36,8 @@ class AnyPlan:
         return Plan(tuple(self._chunks(view, picked, {s.id for s in running})))
 
     def _chunks(self, view: View, picked: Sequence[SequenceView], running: set[int]) -> list[Chunk]:
-        budget, chunks, rng = view.max_num_batched_tokens, [], self.random
+        budget, rng = view.max_num_batched_tokens, self.random
+        chunks: list[Chunk] = []
         must = next(
             (s.id for s in picked if s.id in running), None
         )  # one that may preempt has to be planned while any runs

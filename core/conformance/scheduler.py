@@ -31,7 +31,7 @@ class PurePlan:
 
     def __init__(self, engine: Engine):
         self.engine, self._call = engine, engine.hooks.plan_step
-        engine.hooks.plan_step = self._plan  # type: ignore[method-assign]
+        engine.hooks.plan_step = self._plan
 
     def _facts(self) -> Any:
         state = self.engine.state

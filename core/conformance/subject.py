@@ -118,7 +118,7 @@ class Subject:
             tokenizer=executor.tokenizer, checks=checks,
         )  # fmt: skip
         swap = engine.state.swap
-        known = {
+        known: dict[str, Any] = {
             "limits": limits, "model": model, "pool": pool, "cost": cost, "seed": 0,
             "num_free_swap_blocks": lambda: swap.num_free, "swap": swap,
         }  # fmt: skip

@@ -66,8 +66,8 @@ class ToyExecutor:
     step_seconds: float = attrs.field(default=0.0, validator=attrs.validators.ge(0))
     text: str = ""  # answers spell this text, byte by byte, again and again, whatever the prompt
     tokenizer: ByteTokenizer = attrs.field(init=False)
-    _slots: np.ndarray = attrs.field(init=False, default=None)
-    _host: np.ndarray = attrs.field(init=False, default=None)
+    _slots: Any = attrs.field(init=False, default=None)  # int64 [blocks, block_size], or closed
+    _host: Any = attrs.field(init=False, default=None)
     _limits: Limits = attrs.field(init=False, default=None)
     _now: float = attrs.field(init=False, default=0.0)
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -213,7 +213,7 @@ def _report(report: StepReport) -> dict[str, Any]:
     }
 
 
-_FIELDS = {
+_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "plan": _plan,
     "reserve": _reserve,
     "evict": _evict,

@@ -222,8 +222,8 @@ def arrival_times(arrivals: dict, rng: np.random.Generator) -> Iterator[float | 
 
 def hashed_tokens(seed: int, key: int, num: int, vocab_size: int, start: int = 0) -> list[int]:
     """Tokens ``start`` .. ``start + num`` of an endless text named by (seed, key): a fixed hash of (seed, key, index)."""
-    same = [np.full(num, value & (2**64 - 1), dtype=np.uint64) for value in (seed, key)]
-    words = uniforms(*same, np.arange(start, start + num))
+    seeds, keys = (np.full(num, value & (2**64 - 1), dtype=np.uint64) for value in (seed, key))
+    words = uniforms(seeds, keys, np.arange(start, start + num))
     return np.floor(words * vocab_size).astype(np.int64).tolist()
 
 

@@ -46,7 +46,7 @@ class Mix:
 
     @property
     def num_requests(self) -> int | None:
-        counts = [getattr(part["workload"], "num_requests", None) for part in self.parts.values()]
+        counts: list[Any] = [getattr(part["workload"], "num_requests", None) for part in self.parts.values()]
         return None if None in counts else sum(counts)
 
     def requests(self, vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:
@@ -56,7 +56,7 @@ class Mix:
                 "workload.parts is empty: give it name -> {workload, labels}, as the files in conf/experiment do"
             )
         streams = [self._part(name, part, vocab_size, max_model_len) for name, part in self.parts.items()]
-        return heapq.merge(*streams, key=lambda request: request.arrival_s)
+        return heapq.merge(*streams, key=lambda request: request.arrival_s or 0.0)
 
     @staticmethod
     def _part(name: str, part: dict[str, Any], vocab_size: int, max_model_len: int) -> Iterator[WorkloadRequest]:

@@ -99,7 +99,7 @@ class TorchAttention:
         kv_lens = batch.kv_lens.astype(np.int64)
         decode = np.flatnonzero((query_lens == 1) & (kv_lens > 0))
         self._groups = [self._decode_group(batch, part, starts, kv_lens) for part in similar_lengths(decode, kv_lens)]
-        self._prefills = [self._prefill(batch, i, starts, kv_lens) for i in np.flatnonzero(query_lens > 1)]
+        self._prefills = [self._prefill(batch, i, starts, kv_lens) for i in np.flatnonzero(query_lens > 1).tolist()]
         served = len(decode) + sum(part.end - part.start for part in self._prefills)
         self._padded = served < batch.num_tokens
 

@@ -219,7 +219,7 @@ def attend_chunks(
     first = 0
     if WINDOW:  # the window bounds the loop, not only the mask
         first = tl.maximum(0, kv_len - num_new + first_query - window + 1) // TILE * TILE
-    table = tables + seq.to(tl.int64) * table_stride
+    table = tables + seq.to(tl.int64) * table_stride  # type: ignore[attr-defined]
     for start in range(first, end, TILE):
         positions = start + keys
         seen = positions < end
