@@ -110,9 +110,10 @@ def table(record: Mapping[str, Any]) -> RenderableType:
         spread: Any = record
         for key in path:
             spread = spread[key]
-        latencies.add_row(label, *(_seconds(spread[column]) for column in ("mean", "p50", "p90", "p99")))
+        latencies.add_row(label, *(seconds(spread[column]) for column in ("mean", "p50", "p90", "p99")))
     levels = _service_table(record["service"])
-    return Group(facts, "", latencies, *(("", levels) if levels is not None else ()))
+    times = ("", latencies) if record["e2e_s"]["mean"] is not None else ()  # nothing ended: nothing to say
+    return Group(facts, *times, *(("", levels) if levels is not None else ()))
 
 
 def _service_table(service: Mapping[str, Any]) -> Table | None:
@@ -130,11 +131,11 @@ def _service_table(service: Mapping[str, Any]) -> Table | None:
         good = each["goodput_per_s"]
         shown.add_row(
             name[:24],
-            _percent(each["attainment"]),
+            percent(each["attainment"]),
             "-" if good is None else f"{good:.3g}/s",
             f"{each['output_tokens']:,}",
-            _seconds(each["ttft_s"]["p90"]),
-            _seconds(each["tpot_s"]["p90"]),
+            seconds(each["ttft_s"]["p90"]),
+            seconds(each["tpot_s"]["p90"]),
         )
     return shown
 
@@ -151,19 +152,19 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("Status", record["status"] + (f": {record['error']}" if record.get("error") else "")),
         ("Requests", ", ".join(f"{num} {what}" for what, num in requests.items() if num or what == "finished")),
-        ("Output", f"{record['output_tokens']:,} tokens in {_seconds(record['duration_s'])}{speed}"),
+        ("Output", f"{record['output_tokens']:,} tokens in {seconds(record['duration_s'])}{speed}"),
         ("Steps", f"{record['steps']:,}; time in {_shares(record['stage_seconds'])}"),
         ("Running at once", running),
         (
             "KV pool in use",
-            f"{_percent(kv['used_of_pool']['mean'])} on average, {_percent(kv['used_of_pool']['peak'])} at most",
+            f"{percent(kv['used_of_pool']['mean'])} on average, {percent(kv['used_of_pool']['peak'])} at most",
         ),
-        ("KV reserved in use", f"{_percent(kv['used_of_reserved']['mean'])} of what requests had reserved"),
+        ("KV reserved in use", f"{percent(kv['used_of_reserved']['mean'])} of what requests had reserved"),
         ("Preempted", preempted),
         *_service_fact(record["service"]),
     ]
     if prefix["hit_tokens"]:
-        share = _percent(prefix["hit_tokens"] / prefix["query_tokens"])
+        share = percent(prefix["hit_tokens"] / prefix["query_tokens"])
         lines.append(("Prompt from cache", f"{prefix['hit_tokens']:,} of {prefix['query_tokens']:,} tokens ({share})"))
     return lines
 
@@ -172,7 +173,7 @@ def _service_fact(service: Mapping[str, Any]) -> list[tuple[str, str]]:
     if service["attainment"] is None:
         return []
     good, tokens = service["goodput_per_s"] or 0.0, service["goodput_tokens_per_s"] or 0.0
-    text = f"{_percent(service['attainment'])} in time; goodput {good:.3g} answers/s, {tokens:,.1f} tokens/s"
+    text = f"{percent(service['attainment'])} in time; goodput {good:.3g} answers/s, {tokens:,.1f} tokens/s"
     return [("Service level", text)]
 
 
@@ -182,19 +183,20 @@ def _shares(stage_seconds: Mapping[str, float]) -> str:
     if not total:
         return "-"
     most = sorted(stage_seconds.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{stage} {_percent(seconds / total)}" for stage, seconds in most)
+    return ", ".join(f"{stage} {percent(spent / total)}" for stage, spent in most)
 
 
-def _percent(fraction: float | None) -> str:
+def percent(fraction: float | None) -> str:
+    """One decimal, or ``-``."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def _seconds(seconds: float | None) -> str:
-    """Three figures and a unit."""
-    if seconds is None:
+def seconds(time_s: float | None) -> str:
+    """Three figures and a unit, or ``-``."""
+    if time_s is None:
         return "-"
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} µs"
+    if time_s >= 1 or time_s == 0:
+        return f"{time_s:.3g} s" if time_s < 1000 else f"{time_s:,.0f} s"
+    if time_s >= 1e-3:
+        return f"{time_s * 1e3:.3g} ms"
+    return f"{time_s * 1e6:.3g} µs"

@@ -40,12 +40,22 @@ class SweepSummary(Callback):
         rows = collect(folder)
         write_summary(folder, rows)
         failed = [row for row in rows if row["record"].get("status") != "ok"]
+        _compare(rows)
         print(f"{len(rows)} jobs, {len(failed)} failed; summary: {folder / 'summary.csv'}", flush=True)
         for row in failed:
             reason = row["record"].get("error", row["record"].get("status"))
             print(f"job {row['job']} ({' '.join(row['overrides'])}) failed: {reason}", file=sys.stderr)
         if failed:
             raise SystemExit(3)
+
+
+def _compare(rows: Sequence[dict[str, Any]]) -> None:
+    """The jobs beside one another on the screen, where there is something to compare."""
+    from core import report
+
+    jobs = [report.to_job(row["record"], row["job"], row["overrides"]) for row in rows]
+    if len(jobs) > 1 and report.default_figures(jobs):
+        report.show(jobs)
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
