@@ -35,6 +35,7 @@ from hydra.errors import CompactHydraException, HydraException, MissingConfigExc
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from core import help as help_page
 from core.construct import check_fields, describe_bad_value, explain_value, instantiate
@@ -105,7 +106,7 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     try:
         with _composer():
             composed = hydra.compose(CONFIG_NAME, list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise explain(error, overrides) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     OmegaConf.set_readonly(composed.hydra, None)
@@ -195,11 +196,17 @@ def _explain_unknown(key: str, overrides: Sequence[str]) -> str:
     while parent and not isinstance(OmegaConf.select(node, parent), DictConfig):
         parent, _, missing = parent.rpartition(".")
     fields = [str(name) for name in (OmegaConf.select(node, parent) if parent else node) if name != "_target_"]
+    if not parent:
+        fields += [kind for kind in KINDS if kind not in fields]  # experiment is not there until it is chosen
     listed = f"; allowed: {', '.join(fields)}" if fields else f": {option_name(node, parent)} has no fields"
     if parent == "observers":
         return f"{key}: {missing} is not among the chosen observers; choose it with observers=[{missing}]"
     what = f"{parent} has no field {missing}" if parent else f"there is no group or field {missing}"
-    return f"{key}: {what}{did_you_mean(missing, fields)}{listed}"
+    inside = [
+        f"{name}.{missing}" for name in fields if isinstance(node.get(name), DictConfig) and missing in node[name]
+    ]
+    meant = f" (did you mean {' or '.join(inside)}?)" if inside and not parent else did_you_mean(missing, fields)
+    return f"{key}: {what}{meant}{listed}"
 
 
 def _plain(overrides: Sequence[str]) -> DictConfig:

@@ -10,7 +10,9 @@ that wrap the same hook the later one is the outer. What is installed is found b
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -87,7 +89,15 @@ class EngineHooks:
             self._manager.register(one.plugin, name=one.option)
             check_hook_names(self._manager, one.plugin)
         except (ValueError, TypeError, pluggy.PluginValidationError) as error:
-            raise ConfigError(f"{one}: {describe(error)}") from error
+            raise ConfigError(f"{one}: {describe(error)}{self._takes(error)}") from error
+
+    def _takes(self, error: Exception) -> str:
+        """What a hook that was declared with other arguments takes."""
+        if not isinstance(error, pluggy.PluginValidationError):
+            return ""
+        named = (hook for hook in HOOKS if f"'{hook}'" in str(error))
+        specs = {hook: getattr(self._manager.hook, hook).spec.argnames for hook in named}
+        return "".join(f"; {hook} takes {', '.join(('self', *names))}" for hook, names in specs.items())
 
     def impls(self, hook: str) -> list[tuple[Chosen, Any]]:
         """Who implements a hook, in the order of ``chosen``; wrappers included."""
@@ -121,7 +131,7 @@ class EngineHooks:
             try:
                 return call(**kwargs)
             except Exception as error:
-                raise PolicyError(f"{self._culprit(hook, error)} {hook}: {describe(error)}") from error
+                raise PolicyError(f"{self._culprit(hook, error)} {hook}: {_located(error)}") from error
 
         return decide
 
@@ -187,7 +197,7 @@ class EngineHooks:
             try:
                 impl.function(*[kwargs[name] for name in impl.argnames])
             except Exception as error:
-                failed = PolicyError(f"{one} {hook}: {describe(error)}")
+                failed = PolicyError(f"{one} {hook}: {_located(error)}")
                 failed.__cause__ = error
                 LOG.error("observer failed: %s", failed, exc_info=error)
                 if self._observer_errors == "disable" and one.kind == "observers":
@@ -226,6 +236,16 @@ def _direct(impl: Any) -> Callable[..., Any]:
     return lambda **kwargs: function(*[kwargs[name] for name in names])
 
 
+def _located(error: BaseException) -> str:
+    """The error, and the plugin's own line that raised it or called what did."""
+    own = [
+        f"{Path(frame.f_code.co_filename).name} line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("core", "pluggy")
+    ]
+    return describe(error) + (f" ({own[-1]})" if own else "")
+
+
 def _at_start(one: Chosen, hook: str, impl: Any, **kwargs: Any) -> Any:
     """Call one plugin's start hook. Its ConfigError stays one (bad input); anything else is a fault of the plugin."""
     try:
@@ -233,7 +253,7 @@ def _at_start(one: Chosen, hook: str, impl: Any, **kwargs: Any) -> Any:
     except QuireError as error:
         raise type(error)(f"{one} {hook}: {error}") from error
     except Exception as error:
-        raise PolicyError(f"{one} {hook}: {describe(error)}") from error
+        raise PolicyError(f"{one} {hook}: {_located(error)}") from error
 
 
 def _check_providers(hooks: EngineHooks) -> None:

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], full: bool) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from core import app, config
     from core.discovery import discover
@@ -48,10 +49,12 @@ def _run(arguments: list[str], full: bool) -> int:
     except app.Ended as end:
         return _fail(end.error, full)
     except SystemExit as end:
+        if end.code == 2:  # Hydra's parser has said which word it does not know
+            print("options are name=value, without dashes: frontend.port=8080; --help lists them", file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
         return 130
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         overrides = [word for word in arguments if _is_override(word)]
         return _fail(config.explain(error, overrides), full)
     except Exception as error:

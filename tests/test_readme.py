@@ -50,6 +50,16 @@ def test_the_ledger_of_the_readme_prints_its_tables(trial: Path) -> None:
     assert done.returncode == 0 and "KV per token" in done.stdout, done.stderr[-2000:]
 
 
+def test_the_reports_of_the_readme_follow_its_sweep(trial: Path) -> None:
+    sweep = next(command for command in COMMANDS if " -m " in command[len("python -m ") :])
+    commands = [line.strip() for line in README.splitlines() if line.startswith("    python -m core.report")]
+    assert len(commands) == 3
+    for command in (sweep, *commands):
+        done = run(shlex.split(command)[1:], trial)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert list(trial.glob("multirun/*/*/*.svg"))
+
+
 def test_there_are_commands_to_test() -> None:
     assert len(COMMANDS) >= 3
 
@@ -68,6 +78,7 @@ def test_the_first_policy_fits_in_30_lines() -> None:
 def test_the_options_table_lists_what_is_shipped() -> None:
     import plugins
 
+    assert "| `experiment` |" in README
     for policy in plugins.provide_policies():
         assert re.search(rf"\| `{policy.kind}` \|.*`\[?{policy.name}\]?`", README), (
             f"README lacks {policy.kind}={policy.name}"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from core.conformance import KINDS, plugin
+from core.conformance.__main__ import main
 from core.discovery import discover
 from tests.dists import HEADER, add_dist
 
@@ -105,6 +109,14 @@ def test_bad_input_is_one_line_and_never_green(words: tuple[str, ...], message: 
     assert ended.returncode == 2
     assert message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_help_names_every_option_of_the_kit(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    source = inspect.getsource(plugin.pytest_addoption)
+    options = {*re.findall(r'"(--[a-z-]+)"', source), *(f"--{kind}" for kind in KINDS)}
+    assert len(options) > 10 and not [option for option in options if option not in shown]
 
 
 def test_a_broken_plugin_is_named(here: Path) -> None:

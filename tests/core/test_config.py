@@ -62,6 +62,8 @@ def test_a_bad_composition_leaves_hydra_as_it_was():
         ("allocator.blok=3", r"allocator=paged has no fields"),
         ("cache.blocks=3", r"cache has no field blocks.*allowed: block_size, num_blocks"),
         ("sede=1", r"no group or field sede \(did you mean seed\?\)"),
+        ("num_blocks=8", r"no group or field num_blocks \(did you mean cache.num_blocks\?\)"),
+        ("experimnt=chat", r"no group or field experimnt \(did you mean experiment\?\)"),
         ("allocator=[a", r"allocator=\[a: cannot be read as name=value"),
         ("hydra.foo=1", r"hydra.foo: Hydra has no such setting"),
         ("scheduler=a,b", r"Ambiguous value"),

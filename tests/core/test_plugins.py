@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import sys
 import time
@@ -12,6 +13,7 @@ import attrs
 import pytest
 
 from core import hookspecs
+from core.blocks import BlockPool
 from core.discovery import KINDS, discover
 from core.help import options_page
 from core.hookspecs import hookimpl
@@ -202,10 +204,33 @@ def test_a_deciding_hook_gives_the_plugins_value():
 
 def test_an_exception_names_distribution_version_option_and_hook():
     hooks = EngineHooks(chosen(allocator=Allocator(fail=True)))
-    with pytest.raises(PolicyError, match="^mine 3.1: allocator=a reserve: ValueError: no blocks$") as caught:
+    with pytest.raises(
+        PolicyError, match=r"^mine 3.1: allocator=a reserve: ValueError: no blocks \(test_plugins.py line \d+\)$"
+    ) as caught:
         hooks.reserve(plan=1, sequences={})
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(hooks.policy_error("reserve", "gave nonsense")) == "mine 3.1: allocator=a reserve: gave nonsense"
+
+
+def test_an_exception_names_the_plugins_own_line_also_where_core_raised():
+    class Calls:
+        @hookimpl
+        def plan_step(self, view):
+            return BlockPool(num_blocks=2, block_size=1).take(3)  # the line that is wanted
+
+    line = inspect.getsourcelines(Calls.plan_step)[1] + 2
+    hooks = EngineHooks([each for each in chosen() if each.kind != "scheduler"] + [one("scheduler=x", Calls())])
+    with pytest.raises(PolicyError, match=rf"\(test_plugins.py line {line}\)$"):
+        hooks.plan_step(view=1)
+
+
+def test_a_hook_with_other_arguments_says_what_it_takes():
+    class Wrong:
+        @hookimpl
+        def plan_step(self, vieww): ...
+
+    with pytest.raises(ConfigError, match="vieww.*; plan_step takes self, view$"):
+        EngineHooks([one("scheduler=x", Wrong())])
 
 
 @pytest.mark.parametrize("missing", ["allocator", "scheduler", "preemption"])
@@ -313,7 +338,8 @@ def test_a_failing_observer_can_be_switched_off():
     for report in (1, 2):
         hooks.observe("step_finished", report=report)
     assert seen == [("bad", 1), ("good", 1), ("good", 2)]
-    assert hooks.disabled == ["mine 3.1: observers=bad step_finished: RuntimeError: full"]
+    (disabled,) = hooks.disabled
+    assert disabled.startswith("mine 3.1: observers=bad step_finished: RuntimeError: full (test_plugins.py line ")
     assert hooks.plan_step(view=1) == ("plan", 1)
 
 

@@ -149,6 +149,38 @@ def test_bad_input_is_one_line_and_exit_code_2(here, capfd, words, message):
     assert not list(here.glob("**/result.json"))
 
 
+def test_a_flag_for_an_option_is_told_how_options_are_written(here, capfd):
+    assert main(["--port", "8080"]) == 2
+    assert capfd.readouterr().err.splitlines()[-2:] == [
+        "quire: error: unrecognized arguments: --port",
+        "options are name=value, without dashes: frontend.port=8080; --help lists them",
+    ]
+
+
+def test_a_broken_yaml_is_one_line_with_its_place(here, capfd):
+    (here / "my" / "scheduler").mkdir(parents=True)
+    (here / "my" / "scheduler" / "mine.yaml").write_text("_target_: mine.Mine\na: [1\n")
+    assert main([*TOY, "--config-dir", "my", "scheduler=mine"]) == 2
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1 and 'scheduler/mine.yaml", line 2' in errors[0]
+
+
+def test_help_lists_the_experiments(here, capfd):
+    assert main(["--help"]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("  experiment=")]
+    assert len(lines) == len(list((ROOT / "conf/experiment").glob("*.yaml")))
+    assert all(len(line) <= 100 and len(line.split()) > 3 for line in lines)
+
+
+def test_a_sweep_ends_with_its_jobs_beside_one_another(here, capfd):
+    assert main([*TOY, "-m", "preemption=swap,recompute"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("preemption") and "TTFT p50" in line)
+    assert [line.split()[0] for line in lines[heading + 1 : heading + 3]] == ["swap", "recompute"]
+    assert "noise" in lines[heading + 3], "the toy's clock is real unless it is given step_seconds"
+    assert lines[heading + 4].startswith("2 jobs, 0 failed")
+
+
 def test_http_cannot_be_swept(here, capfd):
     assert main(["executor=toy", "-m", "seed=0,1"]) == 2
     assert capfd.readouterr().err == "error: http cannot be swept; use frontend=replay\n"
