@@ -7,6 +7,7 @@ docs/ledger.md (the ledger).
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -15,8 +16,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from ledger_page import ledger_page  # noqa: E402
 
-from core import hookspecs  # noqa: E402
+from core import hookspecs, types  # noqa: E402
+from core.blocks import BlockPool  # noqa: E402
+from core.cost import CostModel  # noqa: E402
 from core.discovery import discover  # noqa: E402
+from core.help import experiments  # noqa: E402
 
 MARK = "<!-- written by docs/build.py from the code: do not edit -->\n\n"
 TITLES = {
@@ -26,6 +30,14 @@ TITLES = {
     "ObserverSpec": "Observers",
     "EndSpec": "The end",
 }
+
+LIVE = (types.View, types.SequenceView)
+GIVEN = (BlockPool, CostModel)
+DECISIONS = (
+    (types.EngineInfo, types.Plan, types.Chunk, types.Lease, types.Move, types.Shortfall, types.Eviction)
+    + (types.Release, types.Refusal, types.Triage, types.IdleChoice)
+)  # fmt: skip
+REPORTS = (types.StepReport, types.Preempted, types.Finished, types.MemoryReport)
 
 
 def hooks_page() -> str:
@@ -46,7 +58,49 @@ def hooks_page() -> str:
             parts.append(f"\n### `{name}({plain})`\n\n")
             parts.append(f"`{name}({', '.join(arguments)}) -> {signature.return_annotation}` ({kind})\n\n")
             parts.append(f"{inspect.getdoc(function)}\n")
-    return "".join(parts)
+    return "".join([*parts, *values()])
+
+
+def values() -> list[str]:
+    """What hooks are given and give: fields with their comments, methods with their docstrings."""
+    parts = [
+        "\n## Values\n\nAll of them are imported from `core.types`, but `BlockPool` (`core.blocks`) and `CostModel` (`core.cost`).\n"
+    ]
+    for cls in LIVE:
+        parts.append(f"\n### `{cls.__name__}`\n\n{inspect.getdoc(cls)}\n\n")
+        kinds = dict(re.findall(r"^        (\w+): ([^\n=#]+)$", inspect.getsource(cls), re.MULTILINE))
+        for name, comment in re.findall(r'^        "([a-z]\w*)",(?:  # (.*))?$', inspect.getsource(cls), re.MULTILINE):
+            what = (
+                comment
+                if comment.startswith(("int", "float", "str", "read-only", "Mapping", "CostModel", "bool"))
+                else ""
+            )
+            parts.append(f"* `{name}`: {what or ', '.join(filter(None, (kinds[name], comment)))}\n")
+        parts += methods(cls)
+    for cls in GIVEN:
+        parts.append(f"\n### `{cls.__name__}`\n\n{inspect.getdoc(cls)}\n\n{''.join(methods(cls))}")
+    for title, classes in (
+        ("What `setup` is told, and what hooks give", DECISIONS),
+        ("What observers are told", REPORTS),
+    ):
+        sources = "\n".join(re.sub(r"^@.*\n", "", inspect.getsource(cls)) for cls in classes)
+        parts.append(f"\n### {title}\n\n```python\n{sources}```\n")
+    return parts
+
+
+def methods(cls: type) -> list[str]:
+    """Properties and methods that say what they do, in the order of the source."""
+    parts = []
+    for name, each in vars(cls).items():
+        function = each.fget if isinstance(each, property) else each
+        if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        signature = inspect.signature(function)
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        call = f"{name}: {signature.return_annotation}" if isinstance(each, property) else f"{name}{signature}"
+        call = call.replace("'", "") if "= '" not in call else re.sub(r"(?<!= )'(\w[^']*)'", r"\1", call)
+        parts.append(f"* `{call}`: {' '.join(inspect.getdoc(function).split())}\n")
+    return parts
 
 
 def options_page() -> str:
@@ -68,6 +122,10 @@ def options_page() -> str:
             path = ROOT / "conf" / kind / f"{option.name}.yaml"
             if path.exists():
                 parts.append(f"```yaml\n{path.read_text().strip()}\n```\n\n")
+    parts.append(
+        "## experiment\n\nA whole set-up by name; its page in [experiments](experiments) has the commands and what came out.\n\n"
+    )
+    parts += [f"* [`experiment={name}`](experiments/{name}.md): {summary}\n" for name, summary in experiments()]
     return "".join(parts).rstrip() + "\n"
 
 

@@ -6,19 +6,36 @@ from html import escape
 from pathlib import Path
 
 STAGES = [
-    ("1 intake", "commands become sequences in State.waiting", "admit · release", "allocator may refuse"),
-    ("2 look", "state, clock, prefix match → View", "cached_tokens", "core"),
+    (
+        "1 intake",
+        "commands become sequences in State.waiting",
+        "reset_cache · predict_output · admit · release",
+        "allocator may refuse",
+    ),
+    ("2 look", "state, clock, prefix match → View", "plan_idle · triage · cached_tokens", "idle, admission"),
     ("3 plan", "View → Plan of Chunks, most wanted first", "plan_step", "scheduler"),
     ("4 reserve", "Plan → a Lease each, or a Shortfall", "reserve", "allocator"),
-    ("5 relieve", "Shortfall → newcomers leave, then Evictions", "choose_victims · release", "preemption"),
+    ("5 relieve", "Shortfall → newcomers leave, then Evictions", "plan_idle · choose_victims · release", "preemption"),
     ("6 pack", "Plan + Leases → Batch of int32 arrays", "", "core"),
     ("7 move", "swaps and copies, in the order decided", "", "executor"),
     ("8 forward", "Batch → logits of the sampled rows", "", "kernel, model"),
     ("9 sample", "logits → tokens; a function of (seed, branch, position)", "", "executor"),
-    ("10 commit", "text, stops, sharing, forks, releases, report", "commit · fork · release · observers", "core"),
+    (
+        "10 commit",
+        "text, stops, sharing, forks, releases, report",
+        "reservations · commit · fork · release · observers",
+        "core",
+    ),
 ]
 PLUGIN, CORE, DEVICE = "#2563eb", "#475569", "#0f766e"
-COLOUR = {"scheduler": PLUGIN, "allocator": PLUGIN, "preemption": PLUGIN, "allocator may refuse": PLUGIN, "core": CORE}
+COLOUR = {
+    "scheduler": PLUGIN,
+    "allocator": PLUGIN,
+    "preemption": PLUGIN,
+    "idle, admission": PLUGIN,
+    "allocator may refuse": PLUGIN,
+    "core": CORE,
+}
 W, TOP, ROW, BOX = 860, 64, 58, 44
 
 
@@ -43,7 +60,7 @@ def draw() -> str:
             f'<rect x="70" y="{y}" width="{W - 100}" height="{BOX}" rx="7" fill="{colour}" fill-opacity="0.08" stroke="{colour}"/>'
         )
         out.append(text(84, y + 27, name, 15, colour, "700"))
-        out.append(text(194, y + 20, what, 13))
+        out.append(text(194, y + (20 if hooks else 27), what, 13))
         if hooks:
             out.append(text(194, y + 37, hooks, 12, CORE))
         out.append(text(W - 44, y + 27, who, 13, colour, "700", "end"))
