@@ -83,7 +83,7 @@ def values() -> list[str]:
         ("What `setup` is told, and what hooks give", DECISIONS),
         ("What observers are told", REPORTS),
     ):
-        sources = "\n".join(re.sub(r"^@.*\n", "", inspect.getsource(cls)) for cls in classes)
+        sources = "\n\n".join(re.sub(r"^@.*\n", "", inspect.getsource(cls)) for cls in classes)
         parts.append(f"\n### {title}\n\n```python\n{sources}```\n")
     return parts
 
