@@ -94,6 +94,7 @@ def _lines(jobs: Sequence[Job], figure: str, x: str, differs: Sequence[str]) -> 
         places = [(across.at(px), up.at(py), job) for px, py, job in sorted(points, key=lambda point: point[0])]
         path = " L ".join(f"{px:.1f} {py:.1f}" for px, py, _ in places)
         out.append(f'<path d="M {path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>')
+        out += [_interval(px, figure, job, up, colour) for px, _, job in places if job.spread.get(figure)]
         for px, py, job in places:
             title = f"{name} {x}={job.choices[x]}: {shorten(figure, job)}"
             out.append(
@@ -107,9 +108,16 @@ def _lines(jobs: Sequence[Job], figure: str, x: str, differs: Sequence[str]) -> 
     return out
 
 
+def _interval(x: float, figure: str, job: Job, up: Axis, colour: str) -> str:
+    """The 95 % interval of merged jobs, as a vertical line within the frame."""
+    low, high = (job.figures[figure] + sign * job.spread[figure] for sign in (-1, 1))
+    low, high = max(low, up.low), min(high, up.high)
+    return f'<path d="M {x:.1f} {up.at(low):.1f} V {up.at(high):.1f}" stroke="{colour}" stroke-width="1.5"/>'
+
+
 def _y_axis(jobs: Sequence[Job], figure: str) -> tuple[list[str], Axis]:
     """From 0, so that heights compare; about five round steps, with the units of the table."""
-    most = max(max(job.figures[figure] for job in jobs), 0) or 1
+    most = max(max(job.figures[figure] + job.spread.get(figure, 0) for job in jobs), 0) or 1
     least = min(0, *(job.figures[figure] for job in jobs))
     step = _round_step((most - least) / 5)
     top, bottom = math.ceil(most / step - 1e-9) * step, math.floor(least / step) * step
@@ -117,7 +125,7 @@ def _y_axis(jobs: Sequence[Job], figure: str) -> tuple[list[str], Axis]:
     out = []
     for i in range(round((top - bottom) / step) + 1):
         value = bottom + i * step
-        label = shorten(figure, attrs.evolve(jobs[0], figures={figure: value}))
+        label = shorten(figure, attrs.evolve(jobs[0], figures={figure: value}, spread={}))
         out.append(f'<path d="M {LEFT} {up.at(value):.1f} h {PLOT_W}" stroke="{GREY}" stroke-opacity="0.4"/>')
         out.append(_text(LEFT - 8, up.at(value) + 4, label, anchor="end"))
     return out, up

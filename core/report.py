@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ FIGURES = {
 """What a table shows unless it is told, and under which heading."""
 WHEN_PRESENT = {"not_finished": "not finished", "service.attainment": "in time", "prefix.hit_share": "from cache"}
 """Shown too when any job has something to say there."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t, two-sided, by degrees of freedom from 1; the last one serves for all above, which is wider than needed."""
 WIDTH = 160
 """Columns of a table that goes to a file or a pipe."""
 
@@ -47,7 +50,8 @@ class Job:
     choices: Mapping[str, str]  # override name -> value, as given
     figures: Mapping[str, Any]
     status: str
-    clock: str  # "virtual" or "real"
+    clock: str  # "virtual", "real"; "" of a job that did not start
+    spread: Mapping[str, float] = attrs.field(factory=dict)  # of merged jobs: half of each mean's 95 % interval
 
 
 def read(folder: Path) -> list[Job]:
@@ -73,7 +77,7 @@ def to_job(record: Mapping[str, Any], number: str, overrides: Sequence[str]) -> 
         choices={key: value for key, _, value in words},
         figures=figures,
         status=record.get("status", "failed"),
-        clock="virtual" if str(executor.get("clock", "")).startswith("virtual") else "real",
+        clock=str(executor.get("clock", "")).partition(",")[0],
     )
 
 
@@ -89,6 +93,35 @@ def swept(jobs: Sequence[Job]) -> list[str]:
     """The overrides in which the jobs differ, in the order they were given."""
     names = list(dict.fromkeys(name for job in jobs for name in job.choices))
     return [name for name in names if len({job.choices.get(name) for job in jobs}) > 1]
+
+
+def merge(jobs: Sequence[Job], over: str) -> list[Job]:
+    """One job for all that differ in ``over`` alone (a seed): means, with the half of their 95 % intervals (Student's t).
+
+    A figure that one of them lacks is left out; a failed one fails the whole. ConfigError when the jobs do not differ in ``over``.
+    """
+    if over not in swept(jobs):
+        raise ConfigError(
+            f"--over {over}: the jobs do not differ in it; allowed: {', '.join(swept(jobs)) or 'nothing'}"
+        )
+    groups: dict[tuple[tuple[str, str], ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(tuple((name, each) for name, each in job.choices.items() if name != over), []).append(job)
+    return [_mean(group, dict(key)) for key, group in groups.items()]
+
+
+def _mean(group: Sequence[Job], choices: Mapping[str, str]) -> Job:
+    figures, spread = {}, {}
+    for name in group[0].figures:
+        values = [job.figures.get(name) for job in group]
+        if all(isinstance(value, int | float) for value in values):
+            figures[name] = statistics.fmean(values)
+            if len(values) > 1:
+                t_95 = T_95[min(len(values) - 1, len(T_95)) - 1]
+                spread[name] = t_95 * statistics.stdev(values) / len(values) ** 0.5
+    status = next((job.status for job in group if job.status != "ok"), "ok")
+    clock = next((job.clock for job in group if job.clock != "virtual"), "virtual")
+    return Job(f"{len(group)} runs", choices, figures, status, clock, spread)
 
 
 def short_names(names: Sequence[str]) -> list[str]:
@@ -130,13 +163,16 @@ def cells(jobs: Sequence[Job], figures: Sequence[str]) -> list[list[str]]:
 
 
 def shorten(name: str, job: Job) -> str:
-    """A figure for people: times with a unit, fractions of the pool in percent."""
+    """A figure for people: times with a unit, fractions of the pool in percent; of merged jobs with ± its interval."""
+    if name in job.spread:
+        within = attrs.evolve(job, figures=job.spread, spread={})
+        return f"{shorten(name, attrs.evolve(job, spread={}))} ± {shorten(name, within)}"
     value = job.figures.get(name)
     if value is None or isinstance(value, str):
         return value or "-"
-    if name.partition(".")[0].endswith("_s") and not name.endswith("per_s"):
+    if any(part.endswith(("_s", "_seconds")) and not part.endswith("per_s") for part in name.split(".")):
         return seconds(value)
-    if name.startswith("kv.") or name in ("service.attainment", "prefix.hit_share"):
+    if name.startswith("kv.") or name.endswith((".attainment", ".hit_share")):
         return percent(value)
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
 
@@ -162,9 +198,9 @@ def markdown(jobs: Sequence[Job], figures: Sequence[str] | None = None) -> str:
 
 def note(jobs: Sequence[Job]) -> str:
     """What the times of these jobs are worth."""
-    if all(job.clock == "virtual" for job in jobs):
+    if all(job.clock in ("virtual", "") for job in jobs):
         return "times on a virtual clock: the same on every machine"
-    return "times of this machine, one run each: what differs little may be noise"
+    return "times of this machine: what differs little may be noise"
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -176,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folder = options.folder or newest()
         jobs = read(folder)
+        if options.over:
+            jobs = merge(jobs, options.over)
         figures = check_figures(jobs, options.figures.split(",")) if options.figures else None
         if options.plot:
             print(_draw(jobs, options, folder))
@@ -223,6 +261,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", nargs="?", type=Path, help="of a sweep (default: the newest one under multirun/)")
     parser.add_argument("--figures", metavar="A,B", help="columns to show instead of the usual ones")
+    parser.add_argument(
+        "--over", metavar="FIELD", help="one row for all that differ in this field alone (seed): mean ± 95 %% interval"
+    )
     parser.add_argument("--markdown", action="store_true", help="for a page")
     parser.add_argument("--plot", metavar="FIGURE", help="write a picture (SVG) of one figure and print its path")
     parser.add_argument("--x", metavar="FIELD", help="what --plot puts on the x axis (default: a field of numbers)")

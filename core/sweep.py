@@ -35,27 +35,25 @@ class SweepSummary(Callback):
             raise Ended(ConfigError(NO_SWEEP))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Merge the jobs' records, name the failed ones, and end with exit code 3 if there are any."""
+        """Merge the jobs' records, show them beside one another, name the failed ones: exit code 3 if there are any."""
+        from core import report
+
         folder = Path(config.hydra.sweep.dir)
         rows = collect(folder)
         write_summary(folder, rows)
         failed = [row for row in rows if row["record"].get("status") != "ok"]
-        _compare(rows)
+        jobs = [report.to_job(row["record"], row["job"], row["overrides"]) for row in rows]
+        if len(jobs) > 1 and report.default_figures(jobs):
+            report.show(jobs)
         print(f"{len(rows)} jobs, {len(failed)} failed; summary: {folder / 'summary.csv'}", flush=True)
-        for row in failed:
-            reason = row["record"].get("error", row["record"].get("status"))
-            print(f"job {row['job']} ({' '.join(row['overrides'])}) failed: {reason}", file=sys.stderr)
+        differs = report.swept(jobs)
+        for row, job in zip(rows, jobs):
+            if row in failed:
+                reason = row["record"].get("error", row["record"].get("status"))
+                asked = " ".join(f"{name}={job.choices[name]}" for name in differs if name in job.choices)
+                print(f"job {row['job']} ({asked or ' '.join(row['overrides'])}) failed: {reason}", file=sys.stderr)
         if failed:
             raise SystemExit(3)
-
-
-def _compare(rows: Sequence[dict[str, Any]]) -> None:
-    """The jobs beside one another on the screen, where there is something to compare."""
-    from core import report
-
-    jobs = [report.to_job(row["record"], row["job"], row["overrides"]) for row in rows]
-    if len(jobs) > 1 and report.default_figures(jobs):
-        report.show(jobs)
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:

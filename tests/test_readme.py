@@ -55,7 +55,7 @@ def test_the_reports_of_the_readme_follow_its_sweep(trial: Path) -> None:
     commands = [line.strip() for line in README.splitlines() if line.startswith("    python -m core.report")]
     assert len(commands) == 3
     for command in (sweep, *commands):
-        done = run(shlex.split(command)[1:], trial)
+        done = run(shlex.split(command, comments=True)[1:], trial)
         assert done.returncode == 0, done.stderr[-2000:]
     assert list(trial.glob("multirun/*/*/*.svg"))
 

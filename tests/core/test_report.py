@@ -75,6 +75,7 @@ def test_what_did_not_finish_is_shown_when_there_is_any(jobs) -> None:
 def test_times_say_which_clock_they_are_of(jobs) -> None:
     assert "virtual" in report.note(jobs)
     assert "virtual" in report.note([job(7, [], clock="virtual, 0.01 s a step")])
+    assert "virtual" in report.note([*jobs, report.to_job({"status": "failed"}, "9", [])]), "it has no times"
     assert "noise" in report.note([*jobs, job(7, [], clock="wall")])
 
 
@@ -134,6 +135,31 @@ def test_all_zero_and_single_jobs_can_be_drawn() -> None:
 
 def test_a_label_cannot_break_the_picture() -> None:
     ET.fromstring(draw([job(i, [f"scheduler=<{i}&"], ttft_s__p90=0.1) for i in range(2)], "ttft_s.p90"))
+
+
+def test_seeds_are_merged_to_a_mean_with_its_interval() -> None:
+    runs = [
+        job(i, [f"seed={seed}", f"scheduler={name}"], ttft_s__p90=seconds, tpot_s__p90=0.5)
+        for i, (seed, name, seconds) in enumerate([(0, "a", 1.0), (1, "a", 3.0), (0, "b", 5.0), (1, "b", 5.0)])
+    ]
+    merged = report.merge(runs, "seed")
+    assert report.cells(merged, ["ttft_s.p90"]) == [
+        ["scheduler", "TTFT p90"], ["a", "2 s ± 12.7 s"], ["b", "5 s ± 0 s"],
+    ]  # fmt: skip
+    ET.fromstring(draw(merged, "ttft_s.p90"))
+    with pytest.raises(ConfigError, match="--over x: the jobs do not differ in it; allowed: seed, scheduler"):
+        report.merge(runs, "x")
+    failed = report.to_job({"status": "failed"}, "9", ["seed=2", "scheduler=a"])
+    assert report.cells(report.merge([*runs, failed], "seed"), ["ttft_s.p90"])[1] == ["a", "failed"]
+
+
+def test_a_line_shows_its_interval_within_the_frame() -> None:
+    runs = [
+        job(0, [f"seed={s}", f"cache.num_blocks={n}"], ttft_s__p90=0.1 * n * (1 + s)) for s in (0, 1) for n in (1, 2)
+    ]
+    picture = ET.fromstring(draw(report.merge(runs, "seed"), "ttft_s.p90"))
+    bars = [each.get("d") for each in picture.iter(f"{SVG}path") if each.get("stroke-width") == "1.5"]
+    assert len(bars) == 2 and all(64 <= float(each.rpartition(" ")[2]) <= 384 for each in bars)
 
 
 def test_more_than_one_figure_is_refused_for_a_picture(jobs) -> None:
