@@ -176,7 +176,9 @@ def _explain_missing(error: MissingConfigException) -> str:
     allowed = _option_names(group)
     broken = "".join(f"; broken: {each}" for each in discover().broken)
     listed = f"allowed: {', '.join(allowed)}" if allowed else f"there is no group {group}"
-    return f"{group}={name}: no such option{did_you_mean(name, allowed)}; {listed}{broken}"
+    close = did_you_mean(name, allowed)
+    own = "; a YAML of your own needs --config-dir FOLDER" if allowed and not close else ""
+    return f"{group}={name}: no such option{close}; {listed}{own}{broken}"
 
 
 def _option_names(group: str) -> list[str]:

@@ -54,6 +54,7 @@ def test_a_bad_composition_leaves_hydra_as_it_was():
     ("override", "message"),
     [
         ("allocator=pagd", r"allocator=pagd: no such option \(did you mean paged\?\); allowed: .*paged"),
+        ("allocator=newest", r"no such option; allowed: .*paged.*; a YAML of your own needs --config-dir FOLDER$"),
         ("alocator=paged", r"alocator: there is no group or field alocator \(did you mean allocator\?\)"),
         ("observers=[recodr]", r"observers=recodr: no such option \(did you mean recorder\?\)"),
         ("observers.recorder.path=x", r"choose it with observers=\[recorder\]"),
