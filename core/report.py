@@ -180,7 +180,7 @@ def shorten(name: str, job: Job) -> str:
 def table(jobs: Sequence[Job], figures: Sequence[str] | None = None) -> Table:
     """The comparison for the screen."""
     heading, *rows = cells(jobs, figures or default_figures(jobs))
-    shown = Table(box=None, pad_edge=False, header_style="bold", caption=note(jobs), caption_justify="left")
+    shown = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(heading):
         is_choice = i < max(1, len(swept(jobs)))
         shown.add_column(column, justify="left" if is_choice else "right", no_wrap=is_choice)
@@ -236,6 +236,7 @@ def show(jobs: Sequence[Job], figures: Sequence[str] | None = None) -> None:
     while figures is None and len(shown) > 1 and _width(console, table(jobs, shown)) > console.width:
         left_out.insert(0, shown.pop())
     console.print(table(jobs, shown))
+    console.print(note(jobs), style="dim")
     if left_out:
         console.print(f"not shown on this screen: {', '.join(left_out)}", style="dim")
 
