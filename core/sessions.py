@@ -36,8 +36,8 @@ class Sessions:
         request = seq.request
         if not (self.enabled and request.session_id and request.stall_s is not None):
             return False
-        if seq.params.n > 1 or seq.status is not Status.RUNNING:
-            return False
+        if seq.params.n > 1 or seq.params.prompt_logprobs is not None or seq.status is not Status.RUNNING:
+            return False  # scored prompts have a namespace each: no turn comes after them
         older = self.state.sessions.get(seq.session)
         if older is not None:
             self.discard(step, older)

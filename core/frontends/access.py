@@ -58,6 +58,11 @@ class Keys:
         return given if any(found) else None
 
 
+def client_of(scope: Scope) -> str:
+    """Who asks, for schedulers that share between clients: a name that belongs to the key of a request; "" without keys."""
+    return scope.get(_CACHE_OF, "")
+
+
 def salted(scope: Scope, salt: str) -> str:
     """The cache namespace of a request: its own salt, within what belongs to the key that it was sent with."""
     owner = scope.get(_CACHE_OF)

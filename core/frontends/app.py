@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import core
-from core.frontends.access import salted
+from core.frontends.access import client_of, salted
 from core.frontends.answers import Answer, ChatAnswer, CompletionAnswer, model_card, model_list, refuse_bad
 from core.frontends.loop import SHUTTING_DOWN, EngineLoop, EngineUnavailable, Stream, public_reason
 from core.frontends.openapi import document
@@ -168,8 +168,8 @@ class Api:
         try:
             asked = await _near_or_far(len(body), self._understand, body, read)
             await self._compile(asked)
-            labels = {**asked.labels, "cache_salt": salted(http.scope, asked.labels["cache_salt"])}
-            stream = self._loop.submit(asked.prompts, asked.params, **labels)
+            asked.labels["cache_salt"] = salted(http.scope, asked.labels["cache_salt"])
+            stream = self._loop.submit(asked.prompts, asked.params, client_id=client_of(http.scope), **asked.labels)
         except QueueFull as error:
             raise ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=error.retry_after_s) from error
         except RequestError as error:

@@ -178,7 +178,14 @@ class _Batch:
                 self._step()
         while self._num_open:
             self._step()
+        self._end_sessions()
         self.lines.sync()
+
+    def _end_sessions(self) -> None:
+        """No session of the file comes back: what is kept for them is given back."""
+        if self.engine.stats()["idle_sessions"]:
+            self.engine.end_sessions()
+            self.engine.step()
 
     # -------------------------------------------------------------------------------------------- a line
 
@@ -293,6 +300,8 @@ class _Batch:
             self.engine.abort(id)
         if self.engine.failure is None and self.engine.has_work():
             self.engine.step()
+        if self.engine.failure is None:
+            self._end_sessions()
         self._open.clear()
         self._num_open = 0
 

@@ -18,6 +18,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1024
+MAX_NAME_CHARS = 256  # of session_id and service_class
+MAX_STALL_S = 86_400  # a day
 
 NotYet = dict[str, tuple[Any, ...]]
 """Parameter -> the values that mean "not used"; null always does."""
@@ -195,6 +197,7 @@ Content = Annotated[
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS, pattern=r"^[!-~]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=r"^[!-~]+$")]
 
 
 # ------------------------------------------------------------------------------------------------ bodies and errors

@@ -166,7 +166,9 @@ class HttpFrontend:
     async def _serve(self, engine: Engine) -> None:
         assert self._socket is not None
         name = self.served_model_name or engine.model.name
-        metrics = ServerMetrics(name, engine.limits.max_model_len, engine.stats)
+        metrics = ServerMetrics(
+            name, engine.limits.max_model_len, engine.stats, lambda: engine.metrics.service, list(engine.levels.classes)
+        )
         loop = EngineLoop(
             engine,
             on_step=metrics.on_step,

@@ -65,7 +65,13 @@ def prepare(request: CompletionRequest | ChatRequest, tokenizer: Any, model: Mod
         echoes = _echoes(request, texts, prompts, tokenizer)
     except TextError as error:
         raise RequestError(public_reason(str(error)), "prompt") from error
-    labels = {"cache_salt": request.cache_salt or "", "priority": request.priority}
+    labels = {
+        "cache_salt": request.cache_salt or "",
+        "priority": request.priority,
+        "session_id": request.session_id or "",
+        "stall_s": request.stall_s,
+        "service_class": request.service_class or "",
+    }
     return Asked(request, prompts, echoes, params, labels)
 
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from core.service import Service
 from core.types import Finished, MemoryReport, StepReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -104,9 +105,17 @@ def _one_two_five(most: int) -> tuple[int, ...]:
 class ServerMetrics:
     """The metrics of one server, with a registry of their own. ``on_step`` belongs to the engine thread."""
 
-    def __init__(self, model_name: str, max_model_len: int, stats: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        model_name: str,
+        max_model_len: int,
+        stats: Callable[[], dict[str, Any]],
+        service: Callable[[], Service] | None = None,
+        service_classes: Sequence[str] = (),
+    ):
         self._labels = [model_name]
         self._stats = stats
+        self._service, self._classes = service, tuple(service_classes)  # the operator's: a closed set
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(REASONS, 0)
@@ -176,6 +185,8 @@ class ServerMetrics:
                 counter.add_metric(self._labels, value)
                 yield counter
             yield from self._kv()
+            if self._classes:
+                yield from self._by_class()
             success = CounterMetricFamily(
                 "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
             )
@@ -202,6 +213,22 @@ class ServerMetrics:
             counter = CounterMetricFamily(f"quire:{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _by_class(self) -> Iterable[Metric]:
+        """Sequences of each of ``slo.classes``, and how many met its targets (``core.service``)."""
+        labels = ["model_name", "service_class"]
+        ended = CounterMetricFamily(
+            "quire:service_class_requests", "Sequences that ended, refused included.", labels=labels
+        )
+        met = CounterMetricFamily("quire:service_class_requests_met", "Those that met their targets.", labels=labels)
+        groups = self._service().classes if self._service is not None else {}
+        for name in self._classes:
+            group = groups.get(name)
+            ended.add_metric(
+                [*self._labels, name], 0 if group is None else group.finished + group.failed + group.refused
+            )
+            met.add_metric([*self._labels, name], 0 if group is None else group.met)
+        yield from (ended, met)
 
     def _gauges(self, stats: dict[str, Any]) -> Iterable[Metric]:
         used = stats["num_blocks"] - stats["free_blocks"]

@@ -16,11 +16,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from core.frontends.fields import (
     MAX_BAD_WORDS,
+    MAX_STALL_S,
     MAX_STOP_TOKEN_IDS,
     ApiError,
     BadWord,
     Biases,
     Content,
+    Name,
     NotYet,
     Prompts,
     Salt,
@@ -135,6 +137,13 @@ class Generation(Strict):
     echo: bool = False
     cache_salt: Salt | None = None
     priority: int = Field(0, ge=-(2**31), lt=2**31)
+    session_id: Name | None = Field(
+        None, description="whose next turn this is; with stall_s its KV may be kept for the next one"
+    )
+    stall_s: float | None = Field(
+        None, ge=0, le=MAX_STALL_S, allow_inf_nan=False, description="seconds until the session's next turn, about"
+    )
+    service_class: Name | None = Field(None, description="one of the server's slo.classes")
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -148,7 +157,18 @@ class Generation(Strict):
             )
         structure_of(self.response_format, self.structured_outputs)
         self._check_beams()
+        self._check_session()
         return self
+
+    def _check_session(self) -> None:
+        """The next turn goes on from one answer."""
+        if self.stall_s is None:
+            return
+        if self.session_id is None:
+            raise ApiError(400, "stall_s is allowed only with session_id", param="stall_s")
+        if self.num_branches > 1 or self.use_beam_search:
+            message = f"stall_s={self.stall_s:g} is for one answer, which the session goes on from: n must be 1, without beam search"
+            raise ApiError(400, message, param="stall_s")
 
     def _check_beams(self) -> None:
         """What can be told without the engine: ``core.params`` checks the rest."""
@@ -227,6 +247,11 @@ class CompletionRequest(Generation):
     def _check_completion(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens: must be at least 1, or 0 with echo=true", param="max_tokens")
+        if self.stall_s is not None and len(self.prompt) > 1:
+            message = (
+                f"stall_s={self.stall_s:g} is for one prompt, which the session goes on from, got {len(self.prompt)}"
+            )
+            raise ApiError(400, message, param="stall_s")
         if self.best_of is not None and self.best_of < self.n:
             raise ApiError(400, f"best_of={self.best_of} must be at least n={self.n}", param="best_of")
         if self.best_of is not None and self.best_of > self.n and self.stream:

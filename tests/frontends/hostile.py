@@ -19,7 +19,8 @@ FIELDS = (
     "model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "best_of", "stop", "echo",
     "logprobs", "top_logprobs", "prompt_logprobs", "stop_token_ids", "min_tokens", "ignore_eos", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "response_format", "structured_outputs",
-    "truncate_prompt_tokens", "cache_salt", "priority", "stream", "stream_options", "return_token_ids", "add_special_tokens",
+    "truncate_prompt_tokens", "cache_salt", "priority", "session_id", "stall_s",
+    "service_class", "stream", "stream_options", "return_token_ids", "add_special_tokens",
     "continue_final_message", "suffix", "tools", "__proto__", "",
 )  # fmt: skip
 VALUES: tuple[Any, ...] = (

@@ -18,6 +18,7 @@ import pytest
 from core.frontends import batch
 from core.frontends.batch import BatchFrontend
 from core.types import ConfigError
+from plugins.idle.keep import Keep
 from tests.frontends.toys import serving, toy_engine
 from tests.frontends.web import post
 
@@ -146,6 +147,14 @@ def test_a_short_queue_makes_a_batch_wait_not_fail(tmp_path: Path) -> None:
     """``max_queue`` bounds what a batch has in flight; requests of several prompts included."""
     asked = [line(str(i), prompt=["x", "y", "z"]) for i in range(20)]
     assert serve(tmp_path, asked, engine={"max_queue": 2, "max_num_seqs": 2})["batch"]["completed"] == 20
+
+
+def test_what_is_kept_for_sessions_ends_with_the_file(tmp_path: Path) -> None:
+    """A turn may go on from the one before while the file is served; afterwards the engine holds nothing."""
+    asked = [line(str(i), session_id="s", stall_s=60, prompt="x" * (40 + i)) for i in range(4)]
+    assert serve(tmp_path, asked, engine={"idle": Keep()}, concurrency=1)["batch"]["completed"] == 4
+    found = [result["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"] for result in read(tmp_path)]
+    assert found == [0, 40, 41, 42]
 
 
 def test_requests_are_in_flight_together_as_many_as_asked(tmp_path: Path) -> None:

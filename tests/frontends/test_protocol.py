@@ -96,7 +96,9 @@ def test_null_is_absent(read: Any) -> None:
         ("skip_special_tokens", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("cache_salt", ""),
         ("cache_salt", "a b"), ("cache_salt", "x" * 257), ("cache_salt", "\x00"), ("priority", 1.5), ("priority", 2**31),
         ("echo", "yes"),
-        ("return_token_ids", 1),
+        ("return_token_ids", 1), ("session_id", ""), ("session_id", 5), ("session_id", "a b"), ("session_id", "x" * 257),
+        ("session_id", "🙂"), ("service_class", ""), ("service_class", ["a"]), ("service_class", "a\n"),
+        ("stall_s", 1.0), ("stall_s", "1"), ("stall_s", -1), ("stall_s", True), ("stall_s", 86_401), ("stall_s", 1e308),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_by_name(read: Any, name: str, value: Any) -> None:

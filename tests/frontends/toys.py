@@ -16,6 +16,7 @@ from core.cost import CostModel
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.frontends.http import HttpFrontend
+from core.levels import ServiceLevels
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, EngineInfo, Limits, PolicyError
 from plugins.allocators.paged import PagedAllocator
@@ -58,14 +59,18 @@ def toy_engine(
     allocator: Any = None,
     preemption: Any = None,
     num_swap_blocks: int = 0,
+    idle: Any = None,
+    levels: ServiceLevels | None = None,
+    scheduler: Any = None,
     **toy: Any,
 ) -> Engine:
     """An engine of the toy model and the paged (or another allocator), chunked and recompute plugins."""
     executor = SlowToy(**{"max_position": max_model_len, **toy})
     policies = {
         "allocator": allocator or PagedAllocator(),
-        "scheduler": ChunkedScheduler(),
+        "scheduler": scheduler or ChunkedScheduler(),
         "preemption": preemption or Recompute(),
+        **({"idle": idle} if idle is not None else {}),
     }
     hooks = EngineHooks([Chosen(kind, "test", it, "quire", "0", "") for kind, it in policies.items()])
     limits = Limits(
@@ -91,6 +96,7 @@ def toy_engine(
         pool=pool,
         tokenizer=executor.tokenizer,
         checks=checks,
+        levels=levels,
     )
 
 

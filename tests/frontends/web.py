@@ -74,10 +74,11 @@ def wait_for(condition: Any, seconds: float = 5.0) -> None:
 class Caller:
     """A POST in a thread of its own."""
 
-    def __init__(self, server: Server, body: dict[str, Any], **fields: Any):
+    def __init__(self, server: Server, body: dict[str, Any], headers: dict[str, str] | None = None, **fields: Any):
         self._reply: list[Reply] = []
+        asked = {**body, **fields}
         self._thread = threading.Thread(
-            target=lambda: self._reply.append(post(server, "/v1/completions", body, **fields))
+            target=lambda: self._reply.append(Reply(server, "POST", "/v1/completions", asked, headers))
         )
         self._thread.start()
 
