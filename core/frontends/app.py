@@ -30,7 +30,7 @@ from core.frontends.prometheus import CONTENT_TYPE, ServerMetrics
 from core.frontends.protocol import ApiError, read_chat, read_completion, read_detokenize, read_tokenize
 from core.frontends.streaming import ClientGone, EventStream, unless_gone
 from core.text import TextError
-from core.types import QueueFull, RequestError
+from core.types import QueueFull, RequestError, Structure
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ class Api:
         body = await self._body(http)
         try:
             asked = await _near_or_far(len(body), self._understand, body, read)
-            await self._compile(asked)
+            if asked.params.structure is not None:
+                await unless_gone(http.receive, self._compile(asked.params.structure))
             asked.labels["cache_salt"] = salted(http.scope, asked.labels["cache_salt"])
             stream = self._loop.submit(asked.prompts, asked.params, client_id=client_of(http.scope), **asked.labels)
         except QueueFull as error:
@@ -190,11 +191,8 @@ class Api:
             stream.close()
             raise
 
-    async def _compile(self, asked: Asked) -> None:
+    async def _compile(self, structure: Structure) -> None:
         """Compile a grammar beside the event loop; the engine then finds it in its cache."""
-        structure = asked.params.structure
-        if structure is None:
-            return
         grammars = self._loop.engine.grammars
         try:
             async with self._compiling:
@@ -308,7 +306,7 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method[:16]} {request.url.path[:200]}"
+    where = f"{request.method[:16]} {request.scope['path'][:200]}"  # request.url would read the Host header too
     messages = {404: f"there is no route {where}", 405: f"the route does not take {where}"}
     return _error(
         ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), dict(error.headers or {})

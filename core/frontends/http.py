@@ -18,20 +18,20 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from core.frontends.access import Access, Keys, check_origins, check_tls
 from core.frontends.app import Api
+from core.frontends.connection import Connection
 from core.frontends.lobby import Lobby
 from core.frontends.loop import EngineLoop
 from core.frontends.prometheus import ServerMetrics
 from core.frontends.request_ids import RequestIds
-from core.frontends.streaming import HANG_UP
 from core.types import ConfigError
 
 if TYPE_CHECKING:
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048  # connections that may wait to be accepted
-_MAX_HEAD_BYTES = 65_536  # of a request line and headers, checked as they come
-_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-HEAD_TIMEOUT_S = 30.0
-"""How long a connection may take from its beginning, or a request from its first byte, until its headers are complete."""
 _LINGER_S = 1.0  # how long /health says why, after the engine stopped
 _FLUSH_S = 2.0  # how long clients may take to read what was written for them at the end
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -189,7 +185,7 @@ class HttpFrontend:
             RequestIds(Access(api.app(), self._keys, self.cors_origins)),
             ssl_certfile=self.tls_certfile,
             ssl_keyfile=self.tls_keyfile,
-            http=_Protocol,
+            http=partial(Connection, client_timeout_s=self.client_timeout_s),  # type: ignore[arg-type]
             ws="none",
             backlog=_BACKLOG,
             lifespan="off",
@@ -202,55 +198,6 @@ class HttpFrontend:
         server = _Server(config, banner=f"serving {name} on {self.address}", ready=self.ready)
         self._session = _Session(loop, server, self.grace_s)
         await self._session.serve(self._socket)
-
-
-class _Protocol(HttpToolsProtocol):
-    """Uvicorn's protocol with an end to headers, which its parser would collect without one."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._head_bytes: int | None = 0  # received of a head that is not complete; None: it is
-
-    def data_received(self, data: bytes) -> None:
-        """Parse, and give up a connection whose head gets too long."""
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.transport.write(_HEAD_TOO_LARGE)
-            self.transport.close()
-
-    def connection_made(self, transport: Any) -> None:
-        """A connection on which no head comes is given up."""
-        super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._no_head)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Gone: nothing is waited for."""
-        self._head_timer.cancel()
-        super().connection_lost(exc)
-
-    def _no_head(self) -> None:
-        if self._head_bytes is not None and not self.transport.is_closing():
-            self.transport.abort()
-
-    def on_message_begin(self) -> None:
-        """What an application needs to drop a connection whose client does not read."""
-        super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[typeddict-item]
-        self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._no_head)
-
-    def on_headers_complete(self) -> None:
-        """The body has limits of its own."""
-        self._head_bytes = None
-        self._head_timer.cancel()
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """What comes next is another head."""
-        self._head_bytes = 0
-        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):

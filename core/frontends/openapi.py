@@ -27,7 +27,8 @@ Schema = dict[str, Any]
 _WORDS = (
     "Integers are written without a point. null is the same as leaving a field out. Fields also depend on each other, on "
     "the prompt's length and on what the server was started with: such a request gets 400 with the field's name although "
-    "this document allows it."
+    "this document allows it. On any route, in the same shape: 400 for bytes that are no HTTP, 404 for a path and 405 for a method that "
+    "is not here, 431 for a head that is too large."
 )
 _REF = "#/components/schemas/"
 _BODIES: dict[str, tuple[type[BaseModel], NotYet]] = {
@@ -46,7 +47,8 @@ def document(version: str, vocab_size: int = 2**31) -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": version, "license": {"name": "Apache-2.0"}, "description": _WORDS},
         "paths": _paths(),
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],  # with frontend.api_keys, and without
     }
 
 
@@ -233,12 +235,28 @@ _ANSWERS: dict[str, Schema] = {
 
 _ERRORS = {
     400: "the request cannot be served as asked; `param` names the field",
+    401: "no API key, or not one of this server's",
     404: "no such model",
+    408: "the body did not arrive in time",
     413: "the body is too large",
     415: "the body is not application/json",
-    429: "too many requests wait",
+    429: "too many requests wait: come back later",
     500: "the request failed; others are not touched",
-    503: "nothing is served: starting to stop, or stopped",
+    503: "nothing is served: the model is being loaded, the server stops, its engine stopped or hangs; or the request waited too long",
+    504: "the request took too long",
+}
+_OPEN = (503,)  # of any route: while the model is being loaded the port answers already
+_GUARDED = (401, *_OPEN)
+_BODY = (400, 404, 408, 413, 415, *_GUARDED)
+_GENERATION = (*_BODY, 429, 500, 504)
+_SECONDS = {"description": "seconds to wait before trying again", "schema": {"type": "integer", "minimum": 1}}
+_HEADERS: dict[int, Schema] = {
+    401: {"WWW-Authenticate": {"schema": {"const": "Bearer"}}},
+    429: {
+        "Retry-After": _SECONDS,
+        "retry-after-ms": {"description": "the same in milliseconds", "schema": {"type": "integer", "minimum": 1}},
+    },
+    503: {"Retry-After": _SECONDS},
 }
 
 
@@ -246,53 +264,66 @@ def _json(name: str) -> Schema:
     return {"application/json": {"schema": {"$ref": _REF + name}}}
 
 
+def _errors(statuses: tuple[int, ...]) -> Schema:
+    found: Schema = {}
+    for status in sorted(statuses):
+        headers = {"headers": _HEADERS[status]} if status in _HEADERS else {}
+        found[str(status)] = {"description": _ERRORS[status], "content": _json("Error"), **headers}
+    return found
+
+
 def _responses(answer: str, statuses: tuple[int, ...], stream: bool = False) -> Schema:
     content = _json(answer)
     if stream:
         content["text/event-stream"] = {"schema": _EVENT}
-    good = {"200": {"description": "what was asked for", "content": content}}
-    return good | {str(status): {"description": _ERRORS[status], "content": _json("Error")} for status in statuses}
+    return {"200": {"description": "what was asked for", "content": content}, **_errors(statuses)}
 
 
-def _post(name: str, summary: str, body: str, answer: str, stream: bool = False) -> Schema:
+def _post(name: str, summary: str, body: str, answer: str, statuses: tuple[int, ...] = _BODY) -> Schema:
     return {
         "post": {
             "operationId": name,
             "summary": summary,
             "requestBody": {"required": True, "content": _json(body)},
-            "responses": _responses(answer, (400, 404, 413, 415, *((429, 500, 503) if stream else ())), stream),
+            "responses": _responses(answer, statuses, stream=statuses == _GENERATION),
         }
     }
 
 
-def _get(name: str, summary: str, answer: str, *statuses: int, **more: Any) -> Schema:
+def _get(name: str, summary: str, answer: str, statuses: tuple[int, ...] = _GUARDED, **more: Any) -> Schema:
     return {"get": {"operationId": name, "summary": summary, "responses": _responses(answer, statuses), **more}}
 
 
+def _health(name: str, summary: str) -> Schema:
+    return _get(name, summary, "Status", _OPEN, security=[])
+
+
+def _plain(name: str, summary: str, content: Schema) -> Schema:
+    good = {"200": {"description": "what was asked for", "content": content}}
+    return {"get": {"operationId": name, "summary": summary, "responses": {**good, **_errors(_GUARDED)}}}
+
+
 def _paths() -> Schema:
-    text = {"text/plain": {"schema": {"type": "string"}}}
-    metrics = {"operationId": "metrics", "summary": "For Prometheus.",
-               "responses": {"200": {"description": "metrics", "content": text}}}  # fmt: skip
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     reset = {
         "operationId": "resetPrefixCache",
         "summary": "Forget cached prompts.",
-        "responses": _responses("Status", (400, 503)),
+        "responses": _responses("Status", (400, *_GUARDED)),
     }
-    anything = {"responses": {"200": {"description": "this document", "content": {"application/json": {}}}}}
+    chat = _post("chat", "Answer a conversation.", "ChatRequest", "ChatCompletion", _GENERATION)
     return {
-        "/v1/completions": _post("completions", "Continue prompts.", "CompletionRequest", "Completion", True),
-        "/v1/chat/completions": _post("chat", "Answer a conversation.", "ChatRequest", "ChatCompletion", True),
+        "/v1/completions": _post("completions", "Continue prompts.", "CompletionRequest", "Completion", _GENERATION),
+        "/v1/chat/completions": chat,
         "/v1/models": _get("models", "The names of the served model.", "Models"),
-        "/v1/models/{model}": _get("model", "One of them.", "Model", 404, parameters=[model]),
+        "/v1/models/{model}": _get("model", "One of them.", "Model", (404, *_GUARDED), parameters=[model]),
         "/tokenize": _post("tokenize", "Token ids of a text or a chat.", "TokenizeRequest", "Tokens"),
         "/detokenize": _post("detokenize", "The text of token ids.", "DetokenizeRequest", "Text"),
         "/reset_prefix_cache": {"post": reset},
-        "/health": _get("health", "Whether requests are taken.", "Status", 503),
-        "/health/ready": _get("ready", "Whether requests are taken.", "Status", 503),
-        "/health/live": _get("live", "Whether the process can work.", "Status", 503),
+        "/health": _health("health", "Whether requests are taken."),
+        "/health/ready": _health("ready", "Whether requests are taken."),
+        "/health/live": _health("live", "Whether the process can work."),
         "/version": _get("version", "The version.", "Version"),
         "/load": _get("load", "Requests that are served or wait.", "Load"),
-        "/metrics": {"get": metrics},
-        "/openapi.json": {"get": {"operationId": "openapi", "summary": "This document.", **anything}},
+        "/metrics": _plain("metrics", "For Prometheus.", {"text/plain": {"schema": {"type": "string"}}}),
+        "/openapi.json": _plain("openapi", "This document.", {"application/json": {}}),
     }

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from core.frontends import http as http_module
+from core.frontends import connection as connection_module
 from core.frontends.loop import EngineLoop
 from core.frontends.mailbox import MERGE_AT, merged
 from core.types import Output, SamplingParams
@@ -208,7 +208,7 @@ def test_a_body_that_does_not_come_is_408() -> None:
 
 def test_a_head_that_does_not_come_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither from a connection without a word nor from one that says a word now and then."""
-    monkeypatch.setattr(http_module, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.3)
     with serving(toy_engine()) as server:
         for begin in (b"", b"POST /v1/completions HT"):
             with socket.create_connection(("127.0.0.1", server.port)) as sock:
