@@ -77,7 +77,7 @@ def serve(config: DictConfig) -> dict[str, Any] | None:
     frontend = instantiate(config.frontend, option_name(config, "frontend"))
     if hasattr(frontend, "check"):
         frontend.check()  # the port, before anything expensive
-    started = start(config, say=_say)
+    started = start(config, say=_say, max_queue=getattr(frontend, "max_queue", None))
     try:
         return frontend.run(started)
     finally:

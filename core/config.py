@@ -288,7 +288,9 @@ class Root:
     max_model_len: int | None = _whole(1, null=True)
     max_num_seqs: int = _whole(1)
     max_num_batched_tokens: int = _whole(1)
-    max_queue: int | None = _whole(1, null=True)
+    max_queue: int | str | None = _rule(
+        "a whole number from 1, null or auto", lambda value: value in (None, "auto") or _is_whole(value, 1)
+    )
     slo: ServiceLevels
     device: str = _one_of("auto", "cpu", "cuda")
     dtype: str = _one_of(*DTYPES)

@@ -46,8 +46,11 @@ class Started:
     lines: tuple[str, ...] = ()
 
 
-def start(config: DictConfig, say: Say = LOG.info) -> Started:
-    """Build and start the engine that a config describes. ConfigError for bad input, PolicyError for a plugin's fault."""
+def start(config: DictConfig, say: Say = LOG.info, max_queue: int | None = None) -> Started:
+    """Build and start the engine that a config describes. ConfigError for bad input, PolicyError for a plugin's fault.
+
+    ``max_queue`` is what the config's ``auto`` stands for: a frontend's bound on how many requests may wait, None without one.
+    """
     lines: list[str] = []
 
     def tell(line: str) -> None:
@@ -55,6 +58,7 @@ def start(config: DictConfig, say: Say = LOG.info) -> Started:
         say(line)
 
     root = check_root(config)
+    root = attrs.evolve(root, max_queue=max_queue) if root.max_queue == "auto" else root
     executor, hooks = _build(config, root, tell)
     try:
         return _start(config, root, executor, hooks, tell, lines)
@@ -207,7 +211,7 @@ def _limits(root: Root, model: ModelInfo, executor: Any) -> Limits:
         max_model_len=root.max_model_len or min(model.max_position, pool_tokens),
         max_num_seqs=root.max_num_seqs,
         max_num_batched_tokens=root.max_num_batched_tokens,
-        max_queue=root.max_queue,
+        max_queue=root.max_queue,  # type: ignore[arg-type]
     )
 
 
@@ -240,7 +244,8 @@ def _describe(model: ModelInfo, limits: Limits, executor: Any, cost: dict[str, d
         f"model {model.name}: {model.num_parameters / 1e6:,.1f} M parameters, {model.dtype} on {model.device}",
         pool,
         f"max_model_len {limits.max_model_len}, swap {limits.num_swap_blocks} blocks on the host, "
-        f"step at most {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences",
+        f"step at most {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences, "
+        + ("no bound on the queue" if limits.max_queue is None else f"at most {limits.max_queue} requests wait"),
         *([graphs] if graphs else []),
         "cost: " + ", ".join(f"{name}={each['value']:.3g} ({each['from']})" for name, each in cost.items()),
     ]

@@ -19,7 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import uvicorn
@@ -73,9 +73,10 @@ def _names(_: Any, field: Any, value: Any) -> None:
 class HttpFrontend:
     """The HTTP server. ``port=0`` takes a free one, which is printed. ``served_model_name=null`` is the model's own name.
 
-    ``aliases`` are further names of it; with ``accept_any_model`` every name is.
+    ``aliases`` are further names of it; with ``accept_any_model`` every name is. ``max_queue`` is what the root's ``auto`` means here.
     """
 
+    max_queue: ClassVar[int] = 256
     host: str = attrs.field(default="127.0.0.1", validator=attrs.validators.instance_of(str))
     port: int = attrs.field(default=8000, validator=_whole(0, 65535))
     served_model_name: str | None = attrs.field(

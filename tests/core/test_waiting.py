@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+import core
+from core.app import serve
+from core.config import check_root, compose
+from core.frontends.http import HttpFrontend
 from core.hookspecs import hookimpl
 from core.levels import ServiceLevel, ServiceLevels, read_levels
 from core.types import ConfigError, PolicyError, QueueFull, RequestError, SamplingParams, Triage
@@ -229,3 +233,25 @@ def test_a_wrong_triage_fails_by_name(answer: Any) -> None:
     engine.submit([1, 2], PARAMS)
     with pytest.raises(PolicyError, match="admission=wrong triage"):
         engine.step()
+
+
+def test_a_server_bounds_its_queue_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``max_queue=auto``: a burst of more requests than a server would take loses none in a replay, nor from Python."""
+    quick = ["executor=toy", "executor.step_seconds=0", "max_num_batched_tokens=1024", "observers=[]"]
+    work = ["workload.num_requests=400", "workload.prompt_tokens=4", "workload.output_tokens=2"]
+    record = serve(compose([*quick, *work, "frontend=replay", "frontend.progress=false"]))
+    assert record is not None and record["requests"] == {"finished": 400, "failed": 0, "refused": 0, "aborted": 0}
+    assert record["manifest"]["limits"]["max_queue"] is None
+    with core.build(quick) as quire:
+        assert len(quire.generate(["hi"] * 400, {"max_tokens": 1})) == 400
+    bounds = []
+    monkeypatch.setattr(HttpFrontend, "run", lambda self, started: bounds.append(started.engine.limits.max_queue))
+    for words in ([], ["max_queue=null"], ["max_queue=7"]):
+        serve(compose([*quick, "frontend=http", "frontend.port=0", *words]))
+    assert bounds == [256, None, 7]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", "true", "[1]"])
+def test_bounds_of_the_queue_that_cannot_be(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"max_queue=.*: allowed is a whole number from 1, null or auto"):
+        check_root(compose([f"max_queue={value}"]))
