@@ -105,7 +105,7 @@ def _size(source: GgufFile, key: str, default: int | None = None, lowest: int = 
 
 def _real(source: GgufFile, key: str, default: float | None = None) -> float:
     value = source.metadata.get(key, default)
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, (int, float)) or not 0 < value < 3.4e38:  # in float32
         raise GgufError(f"{source.path}: {key} is {value!r}, expected a positive number")
     # The file holds a float32; its shortest spelling is what the model's authors wrote (1e-05, not 9.99999974e-06).
     return float(str(np.float32(value)))
@@ -331,7 +331,10 @@ def _post_processor(source: GgufFile, tokens: list[str]) -> Any | None:
     if bos >= len(tokens):
         raise GgufError(f"{source.path}: bos_token_id is {bos}, the tokenizer has {len(tokens)} tokens")
     name = tokens[bos]
-    return processors.TemplateProcessing(single=f"{name} $A", pair=f"{name} $A $B", special_tokens=[(name, bos)])
+    try:
+        return processors.TemplateProcessing(single=f"{name} $A", pair=f"{name} $A $B", special_tokens=[(name, bos)])
+    except ValueError as error:  # a name with spaces, or none
+        raise GgufError(f"{source.path}: the token {name!r} cannot begin a text: {error}") from error
 
 
 def _tokenizer_config(source: GgufFile, tokenizer: Any) -> dict[str, Any]:

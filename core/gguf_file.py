@@ -31,8 +31,9 @@ class FetchError(RuntimeError):
     """A model could not be obtained or converted; the message is one line: what failed, and what to do."""
 
     def __init__(self, message: str) -> None:
-        # Names from a damaged file may hold anything, and any amount of it.
-        super().__init__(" ".join(message[:_MAX_MESSAGE].splitlines()))
+        # Names from a damaged file may hold anything, and any amount of it: also what a terminal obeys.
+        line = " ".join(message[:_MAX_MESSAGE].splitlines())
+        super().__init__("".join(each if each.isprintable() else "\ufffd" for each in line))
 
 
 class GgufError(FetchError):
@@ -122,7 +123,7 @@ class GgufFile:
         return np.frombuffer(self._data, dtype, count, start) if count else np.empty(0, dtype)
 
     def _parse(self) -> None:
-        if self._data[self._take(4, "the magic number") :][:4] != b"GGUF":
+        if self._data[: self._take(4, "the magic number") + 4] != b"GGUF":  # a slice is a copy: never of the whole file
             raise GgufError(f"{self.path} is not a GGUF file")
         version = self._number("<I", "the version")
         if version not in (2, 3):
@@ -140,6 +141,15 @@ class GgufFile:
         base = -(-self._at // alignment) * alignment
         for name, shape, kind, offset in found:
             self._place(name, shape, kind, base + offset)
+        self._check_overlaps()
+
+    def _check_overlaps(self) -> None:
+        """No byte belongs to two tensors: a small file cannot stand for a huge model."""
+        end = 0
+        for info in sorted(self.tensors.values(), key=lambda info: info.offset):
+            if info.offset < end:
+                raise self._fail(f"tensor {info.name} begins at byte {info.offset}, where another one lies,")
+            end = info.offset + info.num_bytes
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._name("a tensor name")
@@ -175,6 +185,7 @@ class GgufFile:
             return raw.view(dtype).reshape(info.shape)
         rows = raw.reshape(*info.shape[:-1], -1)
         try:
-            return dequantize(rows, info.kind).astype(np.float32, copy=False).reshape(info.shape)
+            with np.errstate(all="ignore"):  # a scale may be infinite or no number: so are its values, then
+                return dequantize(rows, info.kind).astype(np.float32, copy=False).reshape(info.shape)
         except NotImplementedError as error:
             raise UnsupportedGguf(f"{self.path}: no decoder for {info.kind.name} ({name})") from error
