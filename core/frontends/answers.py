@@ -222,7 +222,7 @@ class Answer:
             if not delta.text:
                 return b""
             before, after = self._pieces[choice]
-            return before + orjson.dumps(delta.text) + after
+            return before + _one_line(orjson.dumps(delta.text)) + after
         fields, more = self._extras(choice, delta, first)
         shown = {
             **self._delta_field(delta.text),
@@ -329,12 +329,20 @@ class ChatAnswer(Answer):
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return b"data: " + _one_line(orjson.dumps(data)) + b"\n\n"
+
+
+def _one_line(json: bytes) -> bytes:
+    """The same JSON without characters that some clients take for the end of a line, as Python's ``splitlines`` does."""
+    if not json.isascii():
+        for raw, escaped in ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085")):
+            json = json.replace(raw, escaped)
+    return json
 
 
 def error_events(error: ApiError) -> bytes:
     """How a stream that has begun ends when something goes wrong."""
-    return b"data: " + error.body() + b"\n\n" + DONE
+    return b"data: " + _one_line(error.body()) + b"\n\n" + DONE
 
 
 def model_card(name: str, created: int, max_model_len: int) -> dict[str, Any]:
