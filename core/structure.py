@@ -117,10 +117,8 @@ class Grammars:
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # some limits are met at the first token
         if matcher.is_error():
-            reason = matcher.get_error().strip().splitlines()
-            raise RequestError(
-                f"{structure.kind} cannot be used: {(reason or ['no reason given'])[0][:200]}", structure.kind
-            )
+            reason = " ".join(matcher.get_error().split()) or "no reason given"
+            raise RequestError(f"{structure.kind} cannot be used: {reason[:200]}", structure.kind)
         return Compiled(matcher)
 
     def _words(self) -> Any:

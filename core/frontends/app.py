@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -25,7 +26,7 @@ from core.frontends.access import client_of, salted
 from core.frontends.answers import Answer, ChatAnswer, CompletionAnswer, model_card, model_list, refuse_bad
 from core.frontends.loop import SHUTTING_DOWN, EngineLoop, EngineUnavailable, Stream, public_reason
 from core.frontends.openapi import document
-from core.frontends.prepare import Asked, detokenized, prepare, tokenized
+from core.frontends.prepare import Asked, as_sent, detokenized, prepare, tokenized
 from core.frontends.prometheus import CONTENT_TYPE, ServerMetrics
 from core.frontends.protocol import ApiError, read_chat, read_completion, read_detokenize, read_tokenize
 from core.frontends.streaming import ClientGone, EventStream, unless_gone
@@ -41,6 +42,9 @@ COMPILE_SECONDS = 10.0
 """Longest wait for a grammar. What compiles it counts its own work too (core/structure.py), so no thread is left behind."""
 
 MAX_COMPILING = 2
+MAX_HELD_BODIES = 64
+"""Bodies of the largest size that may be held at once, received in part or not yet understood; beyond it 503."""
+
 _SMALL_BYTES = 8192  # bodies up to this are parsed and tokenised where they arrive: a thread would cost more
 
 
@@ -67,6 +71,7 @@ class Api:
         self._client_timeout_s = client_timeout_s
         self._created = int(time.time())
         self._compiling = asyncio.Semaphore(MAX_COMPILING)
+        self._held_bytes = 0  # of bodies
         self._document = orjson.dumps(document(core.__version__, loop.engine.model.vocab_size))
 
     def app(self) -> ASGIApp:
@@ -164,9 +169,9 @@ class Api:
         return await self._generate(request, read_chat, ChatAnswer)
 
     async def _generate(self, http: Request, read: Callable[[bytes], Any], shape: type[Answer]) -> Response:
-        body = await self._body(http)
         try:
-            asked = await _near_or_far(len(body), self._understand, body, read)
+            async with self._body(http) as body:
+                asked = await _near_or_far(len(body), self._understand, body, read)
             if asked.params.structure is not None:
                 await unless_gone(http.receive, self._compile(asked.params.structure))
             asked.labels["cache_salt"] = salted(http.scope, asked.labels["cache_salt"])
@@ -174,8 +179,7 @@ class Api:
         except QueueFull as error:
             raise ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=error.retry_after_s) from error
         except RequestError as error:
-            names = {"prompt": "messages"} if shape is ChatAnswer else {}
-            raise ApiError(400, str(error), param=names.get(error.param or "", error.param)) from error
+            raise as_sent(error, asked.request) from error
         except EngineUnavailable as error:
             raise ApiError(503, str(error)) from error
         try:
@@ -213,17 +217,20 @@ class Api:
         request = read(body)
         self._check_model(request.model)
         engine = self._loop.engine
-        return prepare(request, engine.tokenizer, engine.model, engine.limits)
+        try:
+            return prepare(request, engine.tokenizer, engine.model, engine.limits)
+        except RequestError as error:
+            raise as_sent(error, request) from error
 
     async def tokenize(self, http: Request) -> Response:
         """``POST /tokenize``: vLLM's."""
-        body = await self._body(http)
-        return _json_bytes(await _near_or_far(len(body), self._tokenize, body))
+        async with self._body(http) as body:
+            return _json_bytes(await _near_or_far(len(body), self._tokenize, body))
 
     async def detokenize(self, http: Request) -> Response:
         """``POST /detokenize``: vLLM's."""
-        body = await self._body(http)
-        return _json_bytes(await _near_or_far(len(body), self._detokenize, body))
+        async with self._body(http) as body:
+            return _json_bytes(await _near_or_far(len(body), self._detokenize, body))
 
     def _tokenize(self, body: bytes) -> bytes:
         request = read_tokenize(body)
@@ -242,26 +249,42 @@ class Api:
             self._check_model(request.model)
         return detokenized(request, self._loop.engine.tokenizer, self._loop.engine.model.vocab_size)
 
-    async def _body(self, request: Request) -> bytes:
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request, held until it is understood: all that are held together have a bound too."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"Content-Type must be application/json, got {kind[:80] or 'none'!r}")
+            raise ApiError(415, f"Content-Type must be application/json, got {repr(kind[:80]) if kind else 'none'}")
+        encoding = request.headers.get("content-encoding", "identity").lower()
+        if encoding != "identity":
+            raise ApiError(415, f"Content-Encoding must be identity or left out, got {encoding[:80]!r}")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self._max_body_bytes:
             raise self._too_large()
         body = bytearray()
         try:
+            await self._receive(request, body)
+            yield bytes(body)
+        finally:
+            self._held_bytes -= len(body)
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        try:
             async with asyncio.timeout(self._client_timeout_s):
                 async for part in request.stream():
                     body += part
+                    self._held_bytes += len(part)
                     if len(body) > self._max_body_bytes:
                         raise self._too_large()
+                    if self._held_bytes > MAX_HELD_BODIES * self._max_body_bytes:
+                        raise ApiError(
+                            503, "too many large requests are being received; try again in 1 s", code="overloaded"
+                        )
         except TimeoutError as error:
             message = f"the body did not arrive within {self._client_timeout_s:g} s (frontend.client_timeout_s)"
             raise ApiError(408, message) from error
         except ClientDisconnect as error:
             raise ClientGone from error
-        return bytes(body)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes (frontend.max_body_bytes)")
@@ -269,7 +292,9 @@ class Api:
     def _check_model(self, name: str) -> None:
         if name != ANY_MODEL and name not in self._names and not self._any:
             shown = name if len(name) <= 80 else name[:77] + "..."
-            raise ApiError(404, f"the model {shown!r} is not served here", param="model", code="model_not_found")
+            served = ", ".join(dict.fromkeys([*self._names[:8], ANY_MODEL]))
+            message = f"the model {shown!r} is not served here; allowed: {served}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _card(self, name: str) -> dict[str, Any]:
         return model_card(name, self._created, self._loop.engine.limits.max_model_len)
@@ -306,11 +331,15 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    where = f"{request.method[:16]} {request.scope['path'][:200]}"  # request.url would read the Host header too
-    messages = {404: f"there is no route {where}", 405: f"the route does not take {where}"}
-    return _error(
-        ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), dict(error.headers or {})
-    )
+    method, path = request.method[:16], request.scope["path"][:200]  # request.url would read the Host header too
+    headers = dict(error.headers or {})
+    near = [route.path for route in request.app.routes if route.path in (f"/v1{path}", path.rstrip("/"))]
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    messages = {
+        404: f"there is no route {path}{hint}; GET /openapi.json has them all",
+        405: f"the route {path} does not take {method}; allowed: {headers.get('Allow', '')}",
+    }
+    return _error(ApiError(error.status_code, messages.get(error.status_code, str(error.detail))), headers)
 
 
 async def _on_gone(_: Request, __: Exception) -> Response:

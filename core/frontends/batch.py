@@ -25,7 +25,7 @@ import orjson
 
 from core.frontends.answers import Answer, ChatAnswer, CompletionAnswer, refuse_bad
 from core.frontends.fields import ApiError, read_object
-from core.frontends.prepare import prepare
+from core.frontends.prepare import as_sent, prepare
 from core.frontends.protocol import read_chat, read_completion
 from core.frontends.replay import Shown
 from core.frontends.result_lines import ResultLines
@@ -228,7 +228,7 @@ class _Batch:
         except RequestError as error:
             for id in ids:
                 engine.abort(id)
-            raise ApiError(400, str(error), param=error.param) from error
+            raise as_sent(error, request) from error
         line = _Line(custom_id, shape(self._name, asked, engine.tokenizer), ids, asked.params.n)
         self._open.update(dict.fromkeys(ids, line))
         self._num_open += 1

@@ -1,6 +1,7 @@
 """A connection: uvicorn's HTTP/1.1 with an end to everything that a client may send or leave unread, and errors in OpenAI's shape.
 
-* A head has a size (431) and a time; so has what a client has not read of an answer, or still sends after it.
+* A head has a size (431) and a time, and so have the trailers of a chunked body, which are thrown away.
+* What a client has not read of an answer, or still sends after it, has a time.
 * Bytes that are no HTTP get 400 as JSON. Where an answer is under way the connection is dropped instead: it could not be told apart.
 * Requests may be sent ahead on one connection, ``MAX_AHEAD`` of them.
 * ``Upgrade`` is ignored, as a server may. The parser would take the body behind it for another protocol and lose it.
@@ -35,6 +36,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._client_timeout_s = client_timeout_s
         self._head_bytes: int | None = 0  # received of a head that is not complete; None: it is, and its body comes
+        self._trailer_bytes = 0  # received of a body since a part of it ended
+        self._body_moves = False
         self._deaf = False  # refused: what comes is thrown away
         self._upgrading = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -59,8 +62,13 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._head_bytes is not None:
             self._head_bytes += len(data)
+        self._body_moves = False
         self._feed(data)
-        if self._head_bytes and not self._deaf:
+        if self._head_bytes is None and not self._deaf:
+            self._trailer_bytes = 0 if self._body_moves else self._trailer_bytes + len(data)
+            if self._trailer_bytes > MAX_HEAD_BYTES:
+                self._refuse(ApiError(431, f"what follows a chunked body is larger than {MAX_HEAD_BYTES} bytes"))
+        elif self._head_bytes and not self._deaf:
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD_BYTES} bytes"))
             elif self._head_timer is None:  # empty lines, which begin no request
@@ -104,12 +112,24 @@ class Connection(HttpToolsProtocol):
             raise ApiError(
                 400, f"more than {MAX_AHEAD} requests were sent ahead on one connection", code="invalid_http"
             )
-        self._head_bytes = None
-        self._stop_timers()
+        self._head_bytes, self._trailer_bytes = None, 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Of the head; what comes behind a chunked body is thrown away."""
+        if self._head_bytes is not None:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        """Another part of a chunked body."""
+        self._body_moves = True
 
     def on_body(self, body: bytes) -> None:
         """Of a request that was begun."""
+        self._body_moves = True
         if not self._upgrading:
             super().on_body(body)
 
@@ -144,6 +164,9 @@ class Connection(HttpToolsProtocol):
 
     def _watch(self, unread_before: int) -> None:
         """Look again after ``client_timeout_s``, and drop a client that got no further."""
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+            self._end_timer = None
         unread = self.transport.get_write_buffer_size()
         sending = self._head_bytes is None and not self._answering
         if unread_before >= 0 and (sending or (unread and unread == unread_before)):

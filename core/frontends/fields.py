@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema, model_validator
 
+from core.discovery import did_you_mean
 from core.params import MAX_SALT_CHARS
 
 MAX_PROMPTS = 128  # prompts in one completion request
@@ -64,7 +65,10 @@ def served_fields(data: Any, not_yet: NotYet, where: str = "") -> Any:
     for name, value in data.items():
         if name in not_yet:
             if value is not None and not any(_is(value, default) for default in not_yet[name]):
-                raise ApiError(400, f"{where}{name}={short(value)} is not supported", param=f"{where}{name}")
+                allowed = " or ".join(orjson.dumps(default).decode() for default in (*not_yet[name], None))
+                instead = "; structured_outputs takes its place" if name.startswith("guided_") else ""
+                message = f"{where}{name}={short(value)} is not supported; allowed is {allowed}{instead}"
+                raise ApiError(400, message, param=f"{where}{name}")
         else:
             kept[name] = value
     return kept
@@ -165,7 +169,7 @@ def _content(value: object) -> str:
 def _part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
-        raise ValueError(f"parts of type {short(kind)} are not supported")
+        raise ValueError(f"parts of type {short(kind)} are not supported, only of type 'text'")
     if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):  # type: ignore[union-attr, index]
         raise ValueError('each part must be {"type": "text", "text": ...}')
     return part["text"]  # type: ignore[index]
@@ -196,8 +200,9 @@ Content = Annotated[
     str, PlainValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)])
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
-Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS, pattern=r"^[!-~]+$")]
-Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=r"^[!-~]+$")]
+PRINTABLE = r"^[!-~]+$"
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS, pattern=PRINTABLE)]
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=PRINTABLE)]
 
 
 # ------------------------------------------------------------------------------------------------ bodies and errors
@@ -208,22 +213,70 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        raise ApiError(
+            400, f"the body is not valid JSON: {error}" if body else "the body is empty, not a JSON object"
+        ) from error
     if not isinstance(data, dict):
-        raise ApiError(400, "the body must be a JSON object")
+        raise ApiError(400, f"the body must be a JSON object, got {short(data)}")
     return data
 
 
-def explain(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, in one line."""
+_ELSEWHERE = {
+    "prompt": "a chat takes messages",
+    "messages": "a completion takes a prompt; chats go to /v1/chat/completions",
+}
+_KINDS = {
+    "string_type": "a string", "int_type": "an integer", "int_parsing_size": "an integer", "float_type": "a number",
+    "finite_number": "a finite number", "bool_type": "true or false", "list_type": "a list", "dict_type": "an object",
+    "model_type": "an object", "model_attributes_type": "an object",
+}  # fmt: skip
+_PATTERNS = {PRINTABLE: "printable characters without space", r"^[a-zA-Z0-9_-]+$": "letters, digits, _ and -"}
+_BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
+
+
+def explain(error: ValidationError, shape: type[BaseModel]) -> ApiError:
+    """The first thing that is wrong with a request of this shape, in one line: the field, what is allowed, the value."""
     first = error.errors(include_url=False)[0]
-    param = _path(first["loc"])
-    if first["type"] == "missing":
+    where = [step for step in first["loc"] if step != "dict[str,any]"]  # a kind of value, not a place
+    param, kind, about = _path(where), first["type"], first.get("ctx", {})
+    if kind == "missing":
         return ApiError(400, f"missing required parameter: {param}", param=param)
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unrecognized request argument: {param}", param=param)
-    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(400, f"{param}: {message}, got {short(first['input'])}", param=param)
+    if kind == "extra_forbidden":
+        known = [field.alias or name for name, field in shape.model_fields.items()] if len(where) == 1 else []
+        hint = f" ({_ELSEWHERE[param]})" if param in _ELSEWHERE else did_you_mean(param, known)
+        return ApiError(400, f"unrecognized request argument: {param}{hint}", param=param)
+    value = first["input"]
+    if kind in _KINDS:
+        rule = f"must be {_KINDS[kind]}"
+    elif kind == "string_pattern_mismatch":
+        rule = f"must have only {_PATTERNS[about['pattern']]}"
+    elif about.get("min_length") == 1:
+        rule = "cannot be empty"
+    elif "max_length" in about:
+        rule = f"must have at most {about['max_length']} {'characters' if isinstance(value, str) else 'items'}, got {len(value)}"
+    elif set(about) & set(_BOUNDS):
+        rule = f"must be {_range(shape, where, about)}"
+    else:
+        rule = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be")
+    said = rule if ", got " in rule else f"{rule}, got {short(value)}"
+    return ApiError(400, f"{param}: {said}", param=param)
+
+
+def _range(shape: type[BaseModel], where: Sequence[str | int], broken: Mapping[str, Any]) -> str:
+    """Both bounds of a field where it has two, but none that only keeps numbers within what the engine counts with."""
+    field = shape.model_fields.get(str(where[0])) if len(where) == 1 else None
+    bounds = {
+        name: getattr(each, name)
+        for each in (field.metadata if field else ())
+        for name in _BOUNDS
+        if hasattr(each, name)
+    }
+    bounds = {name: bound for name, bound in bounds.items() if abs(bound) < 2**31 - 1} | {
+        name: broken[name] for name in _BOUNDS if name in broken
+    }
+    return " and ".join(
+        _BOUNDS[name].format(f"{bounds[name]}".removesuffix(".0")) for name in _BOUNDS if name in bounds
+    )
 
 
 def _path(location: Sequence[str | int]) -> str:

@@ -242,7 +242,8 @@ _ERRORS = {
     415: "the body is not application/json",
     429: "too many requests wait: come back later",
     500: "the request failed; others are not touched",
-    503: "nothing is served: the model is being loaded, the server stops, its engine stopped or hangs; or the request waited too long",
+    503: "nothing is served: the model is being loaded, the server stops, its engine stopped or hangs; or the request waited "
+    "too long, or too many large ones are being received",
     504: "the request took too long",
 }
 _OPEN = (503,)  # of any route: while the model is being loaded the port answers already

@@ -21,7 +21,7 @@ from core.frontends.protocol import (
     Message,
     TokenizeRequest,
 )
-from core.params import MAX_SEQUENCES, bad_word_ids, check_request
+from core.params import KINDS, MAX_SEQUENCES, bad_word_ids, check_request
 from core.text import TextError
 from core.types import Limits, ModelInfo, RequestError, SamplingParams
 
@@ -73,6 +73,18 @@ def prepare(request: CompletionRequest | ChatRequest, tokenizer: Any, model: Mod
         "service_class": request.service_class or "",
     }
     return Asked(request, prompts, echoes, params, labels)
+
+
+def as_sent(error: RequestError, request: CompletionRequest | ChatRequest) -> ApiError:
+    """An engine's refusal, with the parameter as this request spells it."""
+    param = error.param
+    if param == "prompt" and isinstance(request, ChatRequest):
+        param = "messages"
+    elif param in KINDS and request.structured_outputs is not None:
+        param = f"structured_outputs.{'json' if param == 'json_schema' else param}"
+    elif param in KINDS:
+        param = "response_format.json_schema" if param == "json_schema" else "response_format"
+    return ApiError(400, str(error), param=param)
 
 
 def chat_text(request: ChatRequest | TokenizeRequest, tokenizer: Any) -> str:

@@ -246,7 +246,7 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens: must be at least 1, or 0 with echo=true", param="max_tokens")
+            raise ApiError(400, "max_tokens: must be at least 1, or 0 with echo=true, got 0", param="max_tokens")
         if self.stall_s is not None and len(self.prompt) > 1:
             message = (
                 f"stall_s={self.stall_s:g} is for one prompt, which the session goes on from, got {len(self.prompt)}"
@@ -336,7 +336,8 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ApiError(400, "give prompt or messages, one of them", param="prompt")
+            given = "neither" if self.prompt is None else "both"
+            raise ApiError(400, f"give prompt or messages, one of them, got {given}", param="prompt")
         if self.continue_final_message and self.add_generation_prompt:
             message = "continue_final_message and add_generation_prompt contradict each other"
             raise ApiError(400, message, param="continue_final_message")
@@ -388,4 +389,4 @@ def read(shape: type[Shape], data: dict[str, Any]) -> Shape:
     try:
         return shape.model_validate({name: value for name, value in data.items() if name not in IGNORED})
     except ValidationError as error:
-        raise explain(error) from error
+        raise explain(error, shape) from error

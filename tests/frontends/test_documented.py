@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from typing import Any
 
-import attrs
 import jsonschema_rs
 import pytest
 
 from core.frontends.http import HttpFrontend
 from core.frontends.openapi import document
 from plugins.allocators.prefix import PrefixAllocator
-from tests.frontends import toys
-from tests.frontends.toys import Server, SlowToy, serving, toy_engine
+from tests.frontends.toys import Server, serving, toy_engine
 from tests.frontends.web import CHAT, COMPLETION, Caller, Reply, wait_for
 
 KEY = "a-key-of-the-tests"
@@ -37,23 +35,10 @@ OPERATIONS = {
 PROMISES = [(name, int(status)) for name, operation in OPERATIONS.items() for status in operation["responses"]]
 
 
-@attrs.define(eq=False)
-class Breaks(SlowToy):
-    """Rows that are asked for 13 tokens fail by themselves."""
-
-    def execute(self, batch: Any, moves: Any, sampling: Any) -> Any:
-        output = super().execute(batch, moves, sampling)
-        bad = {i: "the row has no numbers" for i, params in enumerate(sampling.params) if params.max_tokens == 13}
-        return attrs.evolve(output, errors=bad)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """One request runs, one waits; a key; little patience."""
-    patched = pytest.MonkeyPatch()
-    patched.setattr(toys, "SlowToy", Breaks)
-    engine = toy_engine(delay_s=0.002, max_num_seqs=1, max_queue=1, allocator=PrefixAllocator())
-    patched.undo()
+    engine = toy_engine(delay_s=0.002, max_num_seqs=1, max_queue=1, allocator=PrefixAllocator(), break_at=13)
     with serving(engine, api_keys=[KEY], client_timeout_s=0.3, request_timeout_s=0.4) as running:
         yield running
 

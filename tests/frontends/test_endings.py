@@ -100,6 +100,34 @@ def test_a_client_that_leaves_in_the_middle_of_its_body(slow: Server) -> None:
     assert not slow.engine.has_work()
 
 
+def test_a_client_that_leaves_before_its_grammar_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits in line for one of two compilers; once it is gone its grammar is not compiled, and others are."""
+    compiled: list[str] = []
+    hold = threading.Event()
+    engine = toy_engine(eos_every=30)
+    compile = engine.grammars.compile
+
+    def slowly(structure: Any) -> Any:
+        compiled.append(structure.text)
+        hold.wait(10)
+        return compile(structure)
+
+    monkeypatch.setattr(engine.grammars, "compile", slowly)
+    with serving(engine) as server:
+        asked = {**COMPLETION, "max_tokens": 3}
+        ahead = [Caller(server, asked, structured_outputs={"regex": f"a{i}"}) for i in range(2)]
+        wait_for(lambda: len(compiled) == 2)
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            sock.sendall(request_bytes({**asked, "structured_outputs": {"regex": "left"}}))
+            time.sleep(0.1)
+        time.sleep(0.1)
+        hold.set()
+        assert [caller.reply().status for caller in ahead] == [200, 200]
+        assert post(server, "/v1/completions", asked, structured_outputs={"regex": "after"}).status == 200
+        assert "left" not in compiled and "after" in compiled
+        server.wait_idle()
+
+
 # ------------------------------------------------------------------------------------------------ engines that fail
 
 

@@ -31,7 +31,7 @@ from plugins.allocators.paged import PagedAllocator
 from plugins.preemption.swap import Swap
 from tests.frontends import toys
 from tests.frontends.toys import Server, SlowToy, serving, toy_engine
-from tests.frontends.web import COMPLETION, Caller, Reply, post, request_bytes, wait_for
+from tests.frontends.web import COMPLETION, Caller, Reply, counters, post, request_bytes, wait_for
 from tests.toy import Work, make_engine, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,17 +288,17 @@ def test_a_client_of_several_answers_leaves(when: str, stream: bool) -> None:
         server.wait_idle(1.0)
 
 
-def test_two_hundred_clients_leave_at_any_time() -> None:
+def leave_at_any_time(num: int) -> None:
     """Queued, in prefill, in decode, swapped, with several answers, streaming or not, twenty at once; then all is as before."""
     engine = toy_engine(
         **{**SWAPS, "max_num_seqs": 4}, preemption=Swap(), delay_s=0.001, max_num_batched_tokens=16, max_queue=40
     )
-    draw = random.Random(7)
+    draw = random.Random(num)
+    steady = {**COMPLETION, "prompt": "ab", "max_tokens": 5, "seed": 3}
     with serving(engine) as server:
-        steady = Caller(server, {**COMPLETION, "prompt": "ab", "max_tokens": 5, "seed": 3})
-        expected = steady.reply().json()["choices"][0]["text"]
+        expected = post(server, "/v1/completions", steady).json()["choices"][0]["text"]
         open_sockets: list[socket.socket] = []
-        for i in range(200):
+        for i in range(num):
             fields = {
                 "prompt": "x" * draw.randint(1, 40),
                 "max_tokens": draw.randint(1, 50),
@@ -311,14 +311,25 @@ def test_two_hundred_clients_leave_at_any_time() -> None:
                 time.sleep(draw.random() * 0.05)
         for sock in open_sockets:
             sock.close()
-        server.wait_idle(5)
-        assert (
-            post(server, "/v1/completions", {**COMPLETION, "prompt": "ab", "max_tokens": 5, "seed": 3}).json()[
-                "choices"
-            ][0]["text"]
-            == expected
-        )
+        server.wait_idle(10)
+        assert post(server, "/v1/completions", steady).json()["choices"][0]["text"] == expected
         assert Reply(server, "GET", "/load").json() == {"server_load": 0}
+        state = server.frontend._session._server.server_state  # type: ignore[union-attr]
+        wait_for(lambda: not state.connections and not state.tasks)
+        found = counters(server)
+        ended = sum(value for name, value in found.items() if name.startswith("vllm:request_success_total"))
+        assert ended >= num / 10, "most were taken, and each that was has ended"
+
+
+def test_two_hundred_clients_leave_at_any_time() -> None:
+    """Nothing of them is left: no request, block, connection or task."""
+    leave_at_any_time(200)
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_leave_at_any_time() -> None:
+    """The same at length."""
+    leave_at_any_time(1000)
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -478,17 +478,19 @@ def test_the_end_of_a_chat(hashed: Server) -> None:
     assert (reply.status, reply.error()["param"]) == (400, "messages")
 
 
-def test_salt_and_priority_reach_the_engine(hashed: Server) -> None:
-    """As labels of the request."""
+def test_labels_reach_the_engine(hashed: Server) -> None:
+    """Salt, priority, session and class; without them what means none of them."""
     seen = []
     submit = hashed.engine.submit
     hashed.engine.submit = lambda *args, **labels: (seen.append(labels), submit(*args, **labels))[1]  # type: ignore[method-assign]
     try:
-        post(hashed, COMPLETIONS, {**COMPLETION, "cache_salt": "mine", "priority": -3})
+        labels = {"cache_salt": "mine", "priority": -3, "session_id": "s", "stall_s": 1.5}
+        post(hashed, COMPLETIONS, {**COMPLETION, **labels})
         post(hashed, CHATS, CHAT)
     finally:
         hashed.engine.submit = submit  # type: ignore[method-assign]
-    assert seen == [{"cache_salt": "mine", "priority": -3}, {"cache_salt": "", "priority": 0}]
+    nothing = {"cache_salt": "", "priority": 0, "session_id": "", "stall_s": None, "service_class": "", "client_id": ""}
+    assert seen == [{**nothing, **labels}, nothing]
 
 
 # ------------------------------------------------------------------------------------------------ other routes

@@ -232,6 +232,57 @@ def test_a_whole_answer_that_is_not_read_is_dropped() -> None:
         assert got < 3_000_000, "it is larger than what the kernel keeps, and was not sent"
 
 
+@pytest.mark.parametrize("kind", ["many", "one"])
+def test_trailers_without_end_are_431_and_are_not_kept(server: Server, kind: str) -> None:
+    """What follows a chunked body is no header of its request, and has a size."""
+    body = json.dumps({**COMPLETION, "max_tokens": 2}).encode()
+    chunked = (
+        POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    )
+    got = talk(server, chunked + b"X-Request-Id: from-a-trailer\r\n\r\n")
+    assert got.startswith(b"HTTP/1.1 200 ") and b"from-a-trailer" not in got
+    endless = b"A: b\r\n" * 200_000 if kind == "many" else b"A: " + b"b" * 1_000_000
+    ((status, said),) = answers(talk(server, chunked + endless))
+    assert status == 431 and "65536" in said["error"]["message"]
+    small = b"".join(b"1\r\n%c\r\n" % byte for byte in body + b" " * 100_000)
+    assert talk(server, chunked.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + small + b"0\r\n\r\n").startswith(
+        b"HTTP/1.1 200 "
+    )
+
+
+def test_bodies_in_the_making_have_a_bound_together() -> None:
+    """Many clients, each within its own limit: 503 with Retry-After, those before it are served, and there is room again."""
+    with serving(toy_engine(text=TEXT), max_body_bytes=1024, client_timeout_s=20) as server:
+        body = json.dumps({**COMPLETION, "max_tokens": 2, "user": "x" * 940}).encode()
+        head = POST + b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n"
+        socks = [socket.create_connection(("127.0.0.1", server.port), timeout=10) for _ in range(90)]
+        for sock in socks:
+            sock.sendall(head + body[:-1])
+        statuses = []
+        for sock in reversed(socks):
+            sock.sendall(body[-1:])
+            statuses.append(sock.recv(65_536)[:12])
+            sock.close()
+        assert 10 < statuses.count(b"HTTP/1.1 503") < 45
+        assert statuses.count(b"HTTP/1.1 200") + statuses.count(b"HTTP/1.1 503") == 90
+        assert post(server, "/v1/completions", COMPLETION).status == 200
+        server.wait_idle()
+
+
+def test_an_answer_that_is_not_read_holds_no_second_one() -> None:
+    """Requests sent ahead by a client that reads nothing wait for nothing either: the connection is dropped."""
+    engine = toy_engine(text="x", num_blocks=17_000, checks="cheap")
+    with serving(engine, client_timeout_s=0.4) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", server.port))
+        body = {**COMPLETION, "max_tokens": 500, "n": 64, "logprobs": 20, "temperature": 1, "seed": 1}
+        sock.sendall(request_bytes(body) + request_bytes(COMPLETION))
+        wait_for(lambda: engine.stats()["running"] == 64)
+        connections = server.frontend._session._server.server_state.connections  # type: ignore[union-attr]
+        wait_for(lambda: not connections, 60)
+        server.wait_idle(5)
+
+
 # ------------------------------------------------------------------------------------------------ at random
 
 PIECES = st.sampled_from(

@@ -33,6 +33,7 @@ class SlowToy(ToyExecutor):
     fail_after: int | None = None  # steps
     num_steps: int = 0
     hold: threading.Event | None = None  # a step does not end before it is set
+    break_at: int | None = None  # rows of requests with this max_tokens fail, each by itself
 
     def execute(self, *args: Any) -> Any:
         self.num_steps += 1
@@ -44,7 +45,11 @@ class SlowToy(ToyExecutor):
             raise self.fail
         if self.delay_s:
             time.sleep(self.delay_s)
-        return super().execute(*args)
+        output = super().execute(*args)
+        if self.break_at is None:
+            return output
+        broken = [i for i, params in enumerate(args[2].params) if params.max_tokens == self.break_at]
+        return attrs.evolve(output, errors=dict.fromkeys(broken, "the row has no numbers"))
 
 
 def toy_engine(
