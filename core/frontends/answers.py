@@ -90,8 +90,14 @@ class Answer:
         self._count(output)
         self._kept[choice].take(output)
 
+    @property
+    def num_shown(self) -> int:
+        """Tokens and log probabilities that ``whole`` writes, about: what it costs."""
+        scored = self._num_prompt_tokens if self._asked.params.prompt_logprobs is not None else 0
+        return self._num_completion_tokens * (1 + (self._request.num_logprobs or 0)) + scored * self._num_branches
+
     def whole(self) -> bytes:
-        """The answer as one JSON body."""
+        """The answer as one JSON body. Touches nothing but itself, so a thread may do it."""
         choices = []
         extras: dict[str, Any] = {}
         for index, branch in enumerate(self._chosen()):

@@ -45,7 +45,8 @@ MAX_COMPILING = 2
 MAX_HELD_BODIES = 64
 """Bodies of the largest size that may be held at once, received in part or not yet understood; beyond it 503."""
 
-_SMALL_BYTES = 8192  # bodies up to this are parsed and tokenised where they arrive: a thread would cost more
+_SMALL = 8192
+"""Bytes of a body that is parsed and tokenised where it arrives, numbers of an answer that is written there: a thread would cost more."""
 
 
 class Api:
@@ -210,7 +211,7 @@ class Api:
             for output in outputs:
                 self._refuse_bad(output)
                 answer.add(stream.choice(output), output)
-        return answer.whole()
+        return await _near_or_far(answer.num_shown, answer.whole)
 
     def _understand(self, body: bytes, read: Callable[[bytes], Any]) -> Asked:
         """Parse, tokenise and check."""
@@ -304,7 +305,7 @@ class Api:
 
 
 async def _near_or_far(size: int, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args) if size <= _SMALL_BYTES else await asyncio.to_thread(function, *args)
+    return function(*args) if size <= _SMALL else await asyncio.to_thread(function, *args)
 
 
 # ------------------------------------------------------------------------------------------------ answers

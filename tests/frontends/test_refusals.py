@@ -8,6 +8,7 @@ import http.client
 import json
 import re
 import socket
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core.frontends.answers import CompletionAnswer
 from tests.frontends.toys import Server, serving, toy_engine
 from tests.frontends.web import CHAT, COMPLETION, TEXT, Reply, counters, post, spelled
 
@@ -161,6 +163,25 @@ def test_a_long_prompt_does_not_hold_up_others(server: Server) -> None:
             longest = max(longest, time.monotonic() - started)
         assert [answer.result().status for answer in answers] == [400] * 4
     assert longest < 0.5
+
+
+def test_a_long_answer_is_written_beside_the_event_loop(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log probabilities of thousands of tokens are a second's work: the streams of others go on."""
+    threads = []
+    whole = CompletionAnswer.whole
+
+    def noted(self: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self)
+
+    monkeypatch.setattr(CompletionAnswer, "whole", noted)
+    for fields in (
+        {"max_tokens": 5},
+        {"max_tokens": 500, "logprobs": 20},
+        {"prompt": "x" * 3000, "prompt_logprobs": 1, "n": 3},
+    ):
+        assert post(server, "/v1/completions", {**COMPLETION, **fields}).status == 200
+    assert [thread is server.thread for thread in threads] == [True, False, False]
 
 
 JSON = st.recursive(
