@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,6 +73,9 @@ class Api:
         self._client_timeout_s = client_timeout_s
         self._created = int(time.time())
         self._compiling = asyncio.Semaphore(MAX_COMPILING)
+        self._compilers = ThreadPoolExecutor(
+            MAX_COMPILING, "compile"
+        )  # of their own: one that was given up still takes its thread
         self._held_bytes = 0  # of bodies
         self._document = orjson.dumps(document(core.__version__, loop.engine.model.vocab_size))
 
@@ -201,7 +205,8 @@ class Api:
         grammars = self._loop.engine.grammars
         try:
             async with self._compiling:
-                await asyncio.wait_for(asyncio.to_thread(grammars.compile, structure), COMPILE_SECONDS)
+                compiling = asyncio.get_running_loop().run_in_executor(self._compilers, grammars.compile, structure)
+                await asyncio.wait_for(compiling, COMPILE_SECONDS)
         except TimeoutError as error:
             message = f"{structure.kind} took more than {COMPILE_SECONDS} s to compile"
             raise RequestError(message, structure.kind) from error

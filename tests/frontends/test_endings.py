@@ -128,6 +128,23 @@ def test_a_client_that_leaves_before_its_grammar_is_compiled(monkeypatch: pytest
         server.wait_idle()
 
 
+def test_grammars_that_were_given_up_do_not_hold_up_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers that go on for clients that have left take no thread from those that parse bodies."""
+    hold, begun = threading.Event(), []
+    engine = toy_engine(eos_every=30)
+    monkeypatch.setattr(engine.grammars, "compile", lambda structure: (begun.append(structure), hold.wait(10)))
+    with serving(engine) as server:
+        for i in range(12):
+            with socket.create_connection(("127.0.0.1", server.port)) as sock:
+                sock.sendall(request_bytes({**COMPLETION, "structured_outputs": {"regex": f"a{i}"}}))
+                time.sleep(0.02)
+        started = time.monotonic()
+        assert post(server, "/v1/completions", COMPLETION, user="x" * 20_000, max_tokens=1).status == 200
+        assert time.monotonic() - started < 5
+        assert len(begun) == 2
+        hold.set()
+
+
 # ------------------------------------------------------------------------------------------------ engines that fail
 
 
