@@ -190,7 +190,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = st.sampled_from(
-    "model prompt messages max_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options n x".split()
+    "model prompt messages max_tokens temperature top_p top_k seed stop stop_token_ids stream stream_options n x cache_salt priority "
+    "session_id stall_s service_class logit_bias response_format structured_outputs echo logprobs truncate_prompt_tokens".split()
 )
 BODIES = st.dictionaries(FIELDS, JSON, max_size=6).map(lambda fields: json.dumps(fields).encode()) | st.binary(
     max_size=40
