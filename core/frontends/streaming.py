@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -63,12 +63,22 @@ class EventStream(Response):
         try:
             await write(self._answer.opening())
             async for outputs in self._stream:
-                for output in outputs:
-                    self._check(output)
-                await write(self._answer.events([(self._stream.choice(output), output) for output in outputs]))
+                good, error = self._good(outputs)
+                await write(self._answer.events([(self._stream.choice(output), output) for output in good]))
+                if error is not None:
+                    raise error
             await write(self._answer.closing(), more=False)
         except ApiError as error:
             await write(error_events(error), more=False)
+
+    def _good(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], ApiError | None]:
+        """Those before the first that carries an error, and that error: what was made in time is not lost."""
+        for number, output in enumerate(outputs):
+            try:
+                self._check(output)
+            except ApiError as error:
+                return outputs[:number], error
+        return outputs, None
 
 
 async def hang_up(scope: Scope) -> None:

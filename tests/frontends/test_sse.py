@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -15,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
-from core.frontends.answers import ChatAnswer, CompletionAnswer, error_events
+from core.frontends.answers import ChatAnswer, CompletionAnswer, error_events, refuse_bad
 from core.frontends.fields import ApiError
 from core.frontends.prepare import prepare
 from core.frontends.protocol import read_chat, read_completion
+from core.frontends.streaming import EventStream
 from core.types import Output, TokenLogprobs
 from tests.frontends.toys import serving, toy_engine
 from tests.frontends.web import CHAT, COMPLETION, post
@@ -125,6 +127,44 @@ def test_the_worst_text_over_a_socket(route: str) -> None:
             lines = [line for line in reply.iter_lines() if line]
         assert lines.pop() == "data: [DONE]"
         assert texts_of([json.loads(line.removeprefix("data: ")) for line in lines], 1) == [whole]
+
+
+def test_text_that_came_with_an_error_is_not_lost() -> None:
+    """A reader that fell behind finds both at once: first what was made in time, then why there is no more."""
+
+    class Late(list):
+        def __aiter__(self) -> Late:
+            return self
+
+        async def __anext__(self) -> Any:
+            if not self:
+                raise StopAsyncIteration
+            return self.pop(0)
+
+        def __enter__(self) -> Late:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+        def choice(self, output: Output) -> int:
+            return output.branch
+
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.sleep(10)
+
+    cut_off = Output(0, 0, 0, (), "", "abort", error="the request took longer than 1 s")
+    stream = Late([[output(0, "in ", False, False), output(0, "time", False, False), cut_off]])
+    answer = CompletionAnswer("toy", asked("completions"), ENGINE.tokenizer)
+    asyncio.run(EventStream(stream, answer, refuse_bad)({"type": "http"}, receive, send))  # type: ignore[arg-type]
+    *chunks, error, done = SSEDecoder().iter_bytes(iter(sent))
+    assert texts_of([json.loads(chunk.data) for chunk in chunks], 1) == ["in time"]
+    assert (json.loads(error.data)["error"]["message"], done.data) == (cut_off.error, "[DONE]")
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "\ud83d"])
