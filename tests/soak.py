@@ -1,8 +1,9 @@
 """``python -m tests.soak --minutes 10``: random clients against a small pool for a long time.
 
-Good requests of every kind, many that are aborted at a random moment, bad ones, ones that nobody reads, more than the queue holds.
-Throughout: no answer but those that are documented, each good text equal to what the request got alone. At the end: the engine holds
-nothing, and neither memory, threads nor descriptors have grown since the first fifth.
+Good requests of every kind, turns of sessions, many that are aborted at a random moment, bad ones, ones that fail inside, ones that
+nobody reads, bytes that are no HTTP, more than the queue holds. Throughout: no answer but those that are documented, each good text
+equal to what the request got alone. At the end: the engine holds nothing, and neither memory since the first fifth, nor threads, nor
+descriptors have grown.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from collections import Counter
 from typing import Any
 
 from plugins.allocators.prefix import PrefixAllocator
+from plugins.idle.breakeven import BreakEven
 from plugins.preemption.swap import Swap
 from tests.frontends.toys import Server, toy_engine
 from tests.frontends.web import Reply, request_bytes
 
 NUM_CLIENTS = 12
+BROKEN = 41
+"""``max_tokens`` of requests whose rows fail inside."""
 ALLOWED_GROWTH_KB = 12_000
 """Of resident memory between the first fifth and the end: caches of the interpreter and the allocator's own slack."""
 BAD: tuple[Any, ...] = (
@@ -39,6 +43,11 @@ BAD: tuple[Any, ...] = (
 )
 
 
+def num_descriptors() -> int:
+    """Open files and sockets of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
 def resident_kb() -> int:
     """Memory of this process."""
     with open("/proc/self/statm") as file:
@@ -51,7 +60,7 @@ class Soak:
     def __init__(self, seconds: float, seed: int):
         self.engine = toy_engine(
             num_blocks=48, block_size=4, num_swap_blocks=96, max_model_len=160, max_num_seqs=8, max_num_batched_tokens=24,
-            max_queue=6, allocator=PrefixAllocator(), preemption=Swap(), delay_s=0.0005,
+            max_queue=6, allocator=PrefixAllocator(), preemption=Swap(), idle=BreakEven(), delay_s=0.0005, break_at=BROKEN,
         )  # fmt: skip
         self.server = Server(
             self.engine, client_timeout_s=1.0, request_timeout_s=20, api_keys=["soak-key-0", "soak-key-1"]
@@ -86,7 +95,7 @@ class Soak:
         draw = random.Random(self._seed * 1000 + number)
         while time.monotonic() < self.until:
             try:
-                kind = draw.choices(("good", "leaves", "bad", "hostile", "unread"), (50, 30, 10, 8, 2))[0]
+                kind = draw.choices(("good", "leaves", "bad", "hostile", "broken", "unread"), (50, 30, 8, 8, 2, 2))[0]
                 getattr(self, f"_{kind}")(draw)
                 self.counts[kind] += 1
             except Exception as error:
@@ -94,13 +103,21 @@ class Soak:
 
     def _good(self, draw: random.Random) -> None:
         written = draw.choice(list(self.alone))
-        reply = self.call(json.loads(written), key=draw.randint(0, 1))
-        self.counts[f"status {reply.status}"] += 1
-        if reply.status == 429:
-            assert reply.headers["retry-after"]
-            time.sleep(draw.random() * 0.05)
-        elif reply.status != 200 or text_of(reply) != self.alone[written]:
-            self.wrong.append(f"{written} got {reply.status} {reply.data[:300]!r}")
+        body = json.loads(written)
+        key, turns = draw.randint(0, 1), 1
+        if draw.random() < 0.3:  # turns of one of a few sessions
+            body["session_id"] = draw.choice("abcdef")
+            if body["n"] == 1:
+                body["stall_s"] = draw.choice([0.01, 0.3, 60])
+                turns = draw.randint(1, 3)
+        for _ in range(turns):
+            reply = self.call(body, key)
+            self.counts[f"status {reply.status}"] += 1
+            if reply.status == 429:
+                assert reply.headers["retry-after"]
+                time.sleep(draw.random() * 0.05)
+            elif reply.status != 200 or text_of(reply) != self.alone[written]:
+                self.wrong.append(f"{json.dumps(body)} got {reply.status} {reply.data[:300]!r}")
 
     def _leaves(self, draw: random.Random) -> None:
         data = with_key(request_bytes({**self.good(draw), "max_tokens": 100}))
@@ -118,6 +135,11 @@ class Soak:
         reply = self.call({**self.good(draw), **draw.choice(BAD)})
         if not 400 <= reply.status < 500:
             self.wrong.append(f"a bad request got {reply.status} {reply.data[:300]!r}")
+
+    def _broken(self, draw: random.Random) -> None:
+        reply = self.call({**self.good(draw), "max_tokens": BROKEN})
+        if b"the row has no numbers" not in reply.data and reply.status != 429:
+            self.wrong.append(f"a request that fails inside got {reply.status} {reply.data[:300]!r}")
 
     def _hostile(self, draw: random.Random) -> None:
         data = bytearray(with_key(request_bytes(self.good(draw))))
@@ -143,6 +165,7 @@ class Soak:
     def run(self) -> list[str]:
         """What is wrong, nothing if all is well."""
         self.learn()
+        early_descriptors = num_descriptors()
         began = time.monotonic()
         threads = [threading.Thread(target=self.client, args=(i,)) for i in range(NUM_CLIENTS)]
         for thread in threads:
@@ -152,9 +175,13 @@ class Soak:
         early_kb = resident_kb()
         for thread in threads:
             thread.join()
+        self.engine.end_sessions()
+        self.call({"model": "toy", "prompt": "x", "max_tokens": 1})  # wakes the engine
         self.server.wait_idle(10)
-        time.sleep(0.2)
+        time.sleep(2)  # as long as a connection that nobody reads may be held
         gc.collect()
+        if num_descriptors() > early_descriptors + 2:
+            self.wrong.append(f"{num_descriptors() - early_descriptors} descriptors more than before")
         grown_kb = resident_kb() - early_kb
         if grown_kb > ALLOWED_GROWTH_KB:
             self.wrong.append(f"memory grew by {grown_kb} kB")
@@ -169,6 +196,7 @@ class Soak:
         self.wrong += [f"the thread {name} is left" for name in left]
         socket.create_server(("127.0.0.1", port)).close()
         steps = self.engine.executor.num_steps
+        self.counts |= {f"sessions {name}": number for name, number in self.engine.sessions.counts.items()}
         print(
             f"{time.monotonic() - began:.0f} s, {steps} steps, memory {grown_kb:+d} kB, {dict(sorted(self.counts.items()))}"
         )
