@@ -198,6 +198,8 @@ def _explain_unknown(key: str, overrides: Sequence[str]) -> str:
     while parent and not isinstance(OmegaConf.select(node, parent), DictConfig):
         parent, _, missing = parent.rpartition(".")
     fields = [str(name) for name in (OmegaConf.select(node, parent) if parent else node) if name != "_target_"]
+    if missing in fields:  # Hydra takes no new names within a group's value
+        return f"{key}: names are added to it one by one: +{key}.NAME=VALUE, or +{key}.NAME.FIELD=VALUE"
     if not parent:
         fields += [kind for kind in KINDS if kind not in fields]  # experiment is not there until it is chosen
     listed = f"; allowed: {', '.join(fields)}" if fields else f": {option_name(node, parent)} has no fields"

@@ -58,6 +58,7 @@ def test_a_bad_composition_leaves_hydra_as_it_was():
         ("alocator=paged", r"alocator: there is no group or field alocator \(did you mean allocator\?\)"),
         ("observers=[recodr]", r"observers=recodr: no such option \(did you mean recorder\?\)"),
         ("observers.recorder.path=x", r"choose it with observers=\[recorder\]"),
+        ("slo.classes={chat: {ttft_s: 1}}", r"slo\.classes: names are added to it one by one: \+slo\.classes\.NAME="),
         ("observers={recorder: {path: x}}", r"observers takes names"),
         ("scheduler.watermrk=1", r"scheduler has no field watermrk \(did you mean watermark\?\); allowed: watermark"),
         ("allocator.blok=3", r"allocator=paged has no fields"),

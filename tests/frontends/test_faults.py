@@ -288,17 +288,17 @@ def test_a_client_of_several_answers_leaves(when: str, stream: bool) -> None:
         server.wait_idle(1.0)
 
 
-def leave_at_any_time(num: int) -> None:
+def test_a_thousand_clients_leave_at_any_time() -> None:
     """Queued, in prefill, in decode, swapped, with several answers, streaming or not, twenty at once; then all is as before."""
     engine = toy_engine(
         **{**SWAPS, "max_num_seqs": 4}, preemption=Swap(), delay_s=0.001, max_num_batched_tokens=16, max_queue=40
     )
-    draw = random.Random(num)
+    draw = random.Random(7)
     steady = {**COMPLETION, "prompt": "ab", "max_tokens": 5, "seed": 3}
     with serving(engine) as server:
         expected = post(server, "/v1/completions", steady).json()["choices"][0]["text"]
         open_sockets: list[socket.socket] = []
-        for i in range(num):
+        for i in range(1000):
             fields = {
                 "prompt": "x" * draw.randint(1, 40),
                 "max_tokens": draw.randint(1, 50),
@@ -318,18 +318,7 @@ def leave_at_any_time(num: int) -> None:
         wait_for(lambda: not state.connections and not state.tasks)
         found = counters(server)
         ended = sum(value for name, value in found.items() if name.startswith("vllm:request_success_total"))
-        assert ended >= num / 10, "most were taken, and each that was has ended"
-
-
-def test_two_hundred_clients_leave_at_any_time() -> None:
-    """Nothing of them is left: no request, block, connection or task."""
-    leave_at_any_time(200)
-
-
-@pytest.mark.slow
-def test_a_thousand_clients_leave_at_any_time() -> None:
-    """The same at length."""
-    leave_at_any_time(1000)
+        assert ended >= 100, "most were taken, and each that was has ended"
 
 
 # ------------------------------------------------------------------------------------------------ the page
