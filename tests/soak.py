@@ -170,9 +170,11 @@ class Soak:
         threads = [threading.Thread(target=self.client, args=(i,)) for i in range(NUM_CLIENTS)]
         for thread in threads:
             thread.start()
-        time.sleep((self.until - began) / 5)
-        gc.collect()
-        early_kb = resident_kb()
+        memory_kb = []
+        for _ in range(5):
+            time.sleep((self.until - began) / 5)
+            gc.collect()
+            memory_kb.append(resident_kb())
         for thread in threads:
             thread.join()
         self.engine.end_sessions()
@@ -182,7 +184,8 @@ class Soak:
         gc.collect()
         if num_descriptors() > early_descriptors + 2:
             self.wrong.append(f"{num_descriptors() - early_descriptors} descriptors more than before")
-        grown_kb = resident_kb() - early_kb
+        memory_kb.append(resident_kb())
+        grown_kb = memory_kb[-1] - memory_kb[0]
         if grown_kb > ALLOWED_GROWTH_KB:
             self.wrong.append(f"memory grew by {grown_kb} kB")
         if len(self.alone) != 20 or self.server.frontend._session._loop.num_open:
@@ -198,7 +201,7 @@ class Soak:
         steps = self.engine.executor.num_steps
         self.counts |= {f"sessions {name}": number for name, number in self.engine.sessions.counts.items()}
         print(
-            f"{time.monotonic() - began:.0f} s, {steps} steps, memory {grown_kb:+d} kB, {dict(sorted(self.counts.items()))}"
+            f"{time.monotonic() - began:.0f} s, {steps} steps, memory {grown_kb:+d} kB {memory_kb}, {dict(sorted(self.counts.items()))}"
         )
         return self.wrong
 

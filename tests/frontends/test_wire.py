@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from core.frontends import connection as connection_module
 from core.frontends.connection import MAX_AHEAD
 from tests.frontends.toys import Server, serving, toy_engine
-from tests.frontends.web import COMPLETION, TEXT, Caller, Reply, post, request_bytes, spelled, wait_for
+from tests.frontends.web import COMPLETION, TEXT, Caller, Reply, own_certificate, post, request_bytes, spelled, wait_for
 
 GOOD = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -84,6 +86,24 @@ def test_what_is_no_http_is_400_as_json(server: Server, data: bytes) -> None:
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert (body["error"]["type"], body["error"]["code"]) == ("invalid_request_error", "invalid_http")
     assert "HTTP/1.1" in body["error"]["message"] and len(body["error"]["message"]) < 200
+
+
+def test_the_same_behind_tls(tmp_path: Path) -> None:
+    """Where half of a connection cannot be closed: one answer, and the end."""
+    cert, key = own_certificate(tmp_path)
+    context = ssl.create_default_context(cafile=cert)
+    with serving(toy_engine(), tls_certfile=cert, tls_keyfile=key) as server:
+        raw = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        with context.wrap_socket(raw, server_hostname="127.0.0.1") as sock:
+            sock.sendall(b"\x00\x01\r\n\r\n" + b"x" * 100_000)
+            got = b""
+            try:
+                while part := sock.recv(65_536):
+                    got += part
+            except (ConnectionError, ssl.SSLError):
+                pass  # cut off, as it may be once the answer was given
+    ((status, body),) = answers(got)
+    assert (status, body["error"]["code"]) == (400, "invalid_http")
 
 
 @pytest.mark.parametrize("host", [b"[", b"[::1", b"a b", b"http://x/y?z", b"\xff", b"", b"x:99999999", b"<script>"])
