@@ -100,7 +100,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """What an application needs to drop a connection whose client does not read."""
         super().on_message_begin()
-        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {HANG_UP: self.transport.abort}  # type: ignore[dict-item]
         self._wait_for_head()
 
     def on_headers_complete(self) -> None:
