@@ -113,8 +113,8 @@ def merge(jobs: Sequence[Job], over: str) -> list[Job]:
 def _mean(group: Sequence[Job], choices: Mapping[str, str]) -> Job:
     figures, spread = {}, {}
     for name in group[0].figures:
-        values = [job.figures.get(name) for job in group]
-        if all(isinstance(value, int | float) for value in values):
+        values = [value for job in group if isinstance(value := job.figures.get(name), int | float)]
+        if len(values) == len(group):
             figures[name] = statistics.fmean(values)
             if len(values) > 1:
                 t_95 = T_95[min(len(values) - 1, len(T_95)) - 1]
@@ -232,7 +232,8 @@ def show(jobs: Sequence[Job], figures: Sequence[str] | None = None) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=WIDTH, highlight=False)
-    shown, left_out = list(figures or default_figures(jobs)), []
+    shown = list(figures or default_figures(jobs))
+    left_out: list[str] = []
     while figures is None and len(shown) > 1 and _width(console, table(jobs, shown)) > console.width:
         left_out.insert(0, shown.pop())
     console.print(table(jobs, shown))

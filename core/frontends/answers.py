@@ -330,7 +330,11 @@ class ChatAnswer(Answer):
         events = self._text_event(choice, delta, first)
         if delta.end is None:
             return events
-        fields = {"delta": {}, "finish_reason": delta.end.finish_reason, "stop_reason": delta.end.stop_reason}
+        fields: dict[str, Any] = {
+            "delta": {},
+            "finish_reason": delta.end.finish_reason,
+            "stop_reason": delta.end.stop_reason,
+        }
         return events + _event(self._chunk(fields, choice))
 
 

@@ -167,12 +167,13 @@ def _content(value: object) -> str:
 
 
 def _part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    fields: dict[str, Any] = part if isinstance(part, dict) else {}
+    kind = fields.get("type")
     if isinstance(kind, str) and kind != "text":
         raise ValueError(f"parts of type {short(kind)} are not supported, only of type 'text'")
-    if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):  # type: ignore[union-attr, index]
+    if kind != "text" or fields.keys() != {"type", "text"} or not isinstance(fields["text"], str):
         raise ValueError('each part must be {"type": "text", "text": ...}')
-    return part["text"]  # type: ignore[index]
+    return fields["text"]
 
 
 class TextPart(BaseModel):

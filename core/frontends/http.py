@@ -53,7 +53,7 @@ def _whole(low: int, high: int) -> Callable[[Any, Any, Any], None]:
     return check
 
 
-_seconds = attrs.validators.optional([attrs.validators.gt(0), attrs.validators.lt(1e9)])
+_seconds: Any = attrs.validators.optional(attrs.validators.and_(attrs.validators.gt(0), attrs.validators.lt(1e9)))
 
 
 def _float(value: Any) -> float | None:
@@ -81,7 +81,9 @@ class HttpFrontend:
     port: int = attrs.field(default=8000, validator=_whole(0, 65535))
     served_model_name: str | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional([attrs.validators.instance_of(str), attrs.validators.min_len(1)]),
+        validator=attrs.validators.optional(
+            attrs.validators.and_(attrs.validators.instance_of(str), attrs.validators.min_len(1))
+        ),
     )
     aliases: list[str] = attrs.field(factory=list, converter=list, validator=_names)
     accept_any_model: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))

@@ -94,7 +94,7 @@ def _nullable(schema: Schema, not_yet: NotYet, ignored: frozenset[str] = frozens
 def _or_null(schema: Schema) -> Schema:
     if any(each.get("type") == "null" for each in schema.get("anyOf", ())):
         return {name: value for name, value in schema.items() if name != "default"}
-    kept = {name: schema[name] for name in ("description", "title") if name in schema}
+    kept: Schema = {name: schema[name] for name in ("description", "title") if name in schema}
     inner = {name: value for name, value in schema.items() if name not in (*kept, "default")}
     return {**kept, "anyOf": [inner, {"type": "null"}]}
 

@@ -124,7 +124,7 @@ class ServerMetrics:
         lengths = _one_two_five(max_model_len)
         self._histograms = {name: _Histogram(bounds or lengths) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(self)  # type: ignore[arg-type]
+        self.registry.register(self)
 
     def on_step(self, report: StepReport) -> None:
         """Add one step."""
