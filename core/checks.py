@@ -45,14 +45,15 @@ def check_plan(plan: object, state: State, hooks: Any) -> bool:
 
 
 def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> None:
-    """Each table covers its run without a hole, and what is written has one owner: raises the allocator's ``PolicyError``."""
-    refs, size = state.pool.refs, state.limits.block_size
+    """Each table covers its run without a hole; a block that is written has one owner and cannot be found by its content: raises
+    the allocator's ``PolicyError``."""
+    refs, kept, size = state.pool.refs, state.pool.kept, state.limits.block_size
     for seq, start, end in runs:
         table = seq.table
         index = start // size
         if end - start == 1 and index < len(table) and not seq.host_blocks:
             block = table[index]
-            if refs[block] == 1 and block != HOLE:
+            if refs[block] == 1 and block != HOLE and block not in kept:
                 continue  # most runs: one token into a block of its own
         if len(table) * size < end:
             raise hooks.policy_error(
@@ -65,8 +66,9 @@ def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> No
             )
         for index in range(start // size, (end - 1) // size + 1):
             block = table[index]
-            if block == HOLE or refs[block] != 1:
+            if block == HOLE or refs[block] != 1 or block in kept:
                 owners = "no device block" if block == HOLE else f"block {block}, which has {refs[block]} owners"
+                owners += " and can be found by what it holds" if block in kept else ""
                 raise hooks.policy_error(
                     "reserve", f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owners}"
                 )

@@ -5,8 +5,9 @@
 
 A turn is kept when its request names a session and a stall, has one branch and ended by itself, a policy answers ``plan_idle``,
 and the allocator can go on with a table that another sequence began (``extends_tables``). The next turn of the session takes
-over as many tokens as its prompt shares with what was computed; one that shares none begins anew. Core holds the KV and does
-what ``plan_idle`` says; when the plan is short of blocks, what idles gives way before anything that runs.
+over as many tokens as its prompt shares with what was computed, but no part of a block that others can find by its content;
+one that shares none begins anew. Core holds the KV and does what ``plan_idle`` says; when the plan is short of blocks, what
+idles gives way before anything that runs.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Sessions:
         if old is None:
             return
         shared = _common(old.tokens, new.tokens, min(old.view.num_computed_tokens, len(new.tokens) - 1))
+        shared = self._writable(old, shared)
         if not shared or new.params.n > 1:
             self.discard(step, old)
             return
@@ -69,6 +71,11 @@ class Sessions:
         new.measure_room(self.state.limits.block_size)
         self.state.move(old, Status.FINISHED)
         self.counts["resumed"] += 1
+
+    def _writable(self, old: Sequence, shared: int) -> int:
+        """So many of ``shared`` tokens that the next one may be written behind them: not into a block that others can find."""
+        index, inside = divmod(shared, self.state.limits.block_size)
+        return shared - inside if inside and old.table[index] in self.state.pool.kept else shared
 
     def tend(self, step: Step) -> None:
         """Once a step while any session idles: ask the policy, and do what it says."""

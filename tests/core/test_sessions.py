@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.types import Output, SamplingParams
+from core.types import Output, PolicyError, SamplingParams
+from plugins.allocators.paged import PagedAllocator
+from plugins.allocators.prefix import PrefixAllocator
 from plugins.idle.breakeven import BreakEven
 from plugins.idle.discard import Discard
 from plugins.idle.keep import Keep
 from plugins.idle.swap import Swap
 from tests.core.test_engine import PROPERTY
-from tests.toy import Work, alone, chosen, make_engine
+from tests.toy import Work, alone, check_cache, chosen, make_engine
 
 COUNTS = dict.fromkeys(("kept", "resumed", "swapped", "discarded"), 0)
 POLICIES = {"keep": Keep, "swap": Swap, "discard": Discard, "breakeven": BreakEven}
@@ -72,6 +75,29 @@ def test_a_prompt_that_goes_another_way_shares_what_it_can(policy: type) -> None
         again, last = turn(engine, second, 6, session_id="s")
         assert again == alone(Work(tuple(second), 6))[0] and last.num_cached_tokens == common
         drain(engine)
+
+
+@pytest.mark.parametrize("common", [3, 4, 9, 12, 13])
+def test_a_turn_that_goes_another_way_leaves_others_what_they_can_find(common: int) -> None:
+    """The blocks of the turn before are in the prefix cache: the next turn goes on behind them, never inside one."""
+    engine = session_engine(Keep(), allocator=PrefixAllocator())
+    first = list(range(13))
+    turn(engine, first, 6, session_id="s", stall_s=50.0)
+    second = first[:common] + [90, 91, 92, 93]
+    again, last = turn(engine, second, 6, session_id="s")
+    assert again == alone(Work(tuple(second), 6))[0] and last.num_cached_tokens == common - common % 4
+    check_cache(engine)
+    stranger, last = turn(engine, [*first, 77], 6)
+    assert stranger == alone(Work((*first, 77), 6))[0] and last.num_cached_tokens == 12
+    drain(engine)
+
+
+def test_a_write_into_a_block_that_others_can_find_stops_the_engine() -> None:
+    engine = session_engine(Keep(), allocator=PrefixAllocator())
+    turn(engine, list(range(13)), 6, session_id="s", stall_s=50.0)
+    engine.sessions._writable = lambda old, shared: shared  # type: ignore[method-assign]
+    with pytest.raises(PolicyError, match=r"write tokens 9\.\.11 .* can be found by what it holds"):
+        turn(engine, [*range(9), 90, 91, 92], 6, session_id="s")
 
 
 @pytest.mark.parametrize("other", [{"client_id": "b"}, {"cache_salt": "x"}, {"session_id": "t"}])
@@ -138,8 +164,6 @@ def test_an_abort_of_a_turn_that_holds_a_sessions_blocks_gives_them_back() -> No
 
 
 def test_without_a_policy_or_with_an_allocator_that_cannot_extend_tables_nothing_is_kept() -> None:
-    from plugins.allocators.paged import PagedAllocator
-
     class Rigid(PagedAllocator):
         extends_tables = False
 
@@ -148,19 +172,36 @@ def test_without_a_policy_or_with_an_allocator_that_cannot_extend_tables_nothing
         engine.assert_idle()
 
 
+@attrs.frozen
+class Turn:
+    """One turn of a drawn play."""
+
+    session: int
+    new: int  # prompt tokens behind what is kept of the conversation
+    out: int
+    waits: bool  # for the end of this one before the next is submitted
+    parts: float  # of the conversation so far: the rest is said anew
+
+
+TURNS = st.builds(
+    Turn,
+    session=st.integers(0, 2),
+    new=st.integers(1, 7),
+    out=st.integers(1, 6),
+    waits=st.booleans(),
+    parts=st.sampled_from([1.0, 1.0, 0.8, 0.5]),
+)
+
+
 @st.composite
-def plays(draw: st.DrawFn) -> tuple[list[tuple[int, int, int, bool]], dict[str, Any]]:
-    """Turns (session, new tokens, output tokens, waits for the one before) and sizes in which they compete."""
-    turns = draw(
-        st.lists(
-            st.tuples(st.integers(0, 2), st.integers(1, 7), st.integers(1, 6), st.booleans()), min_size=2, max_size=10
-        )
-    )
-    return turns, {
+def plays(draw: st.DrawFn) -> tuple[list[Turn], dict[str, Any]]:
+    """Turns, and sizes in which they compete."""
+    return draw(st.lists(TURNS, min_size=2, max_size=10)), {
         "block_size": draw(st.integers(1, 5)),
         "num_swap_blocks": draw(st.sampled_from([0, 3, 60])),
         "max_num_seqs": draw(st.integers(1, 4)),
         "max_num_batched_tokens": draw(st.integers(2, 20)),
+        "allocator": draw(st.sampled_from([PagedAllocator, PrefixAllocator]))(),
         "policy": POLICIES[draw(st.sampled_from(sorted(POLICIES)))](),
         "spare": draw(st.integers(0, 6)),
         "link_bytes_per_s": draw(st.sampled_from([1e3, 1e9])),
@@ -169,36 +210,30 @@ def plays(draw: st.DrawFn) -> tuple[list[tuple[int, int, int, bool]], dict[str, 
 
 @PROPERTY
 @given(play=plays())
-def test_any_turns_in_any_company_give_the_tokens_they_give_alone(
-    play: tuple[list[tuple[int, int, int, bool]], dict[str, Any]],
-) -> None:
+def test_any_turns_in_any_company_give_the_tokens_they_give_alone(play: tuple[list[Turn], dict[str, Any]]) -> None:
     """Whatever is kept, swapped, discarded, resumed in part, or pushed out again; with checks=full in every step."""
     turns, options = play
     policy, spare = options.pop("policy"), options.pop("spare")
-    longest = sum(new + out for _, new, out, _ in turns) + 1
+    longest = sum(one.new + one.out for one in turns) + 1
     blocks = -(-longest // options["block_size"]) + spare
     engine = session_engine(
         policy, num_blocks=max(2, blocks), max_model_len=min(longest + 1, blocks * options["block_size"]), **options
     )
     histories: dict[int, list[int]] = {}
-    expected: dict[int, tuple[list[int], list[int]]] = {}
+    expected: dict[int, list[int]] = {}
     got: dict[int, list[int]] = {}
-    for session, new, out, waits in turns:
-        prompt = histories.get(session, []) + [60 + session] * new
-        id = engine.submit(
-            prompt,
-            SamplingParams(max_tokens=out, temperature=0, detokenize=False),
-            session_id=f"{session}",
-            stall_s=2.0,
-        )
-        want = list(_alone(tuple(prompt), out))
-        expected[id], got[id] = (prompt, want), []
-        histories[session] = prompt + want
-        while waits and engine.has_work():
+    for number, one in enumerate(turns):
+        history = histories.get(one.session, [])
+        prompt = history[: int(one.parts * len(history))] + [60 + number] * one.new
+        params = SamplingParams(max_tokens=one.out, temperature=0, detokenize=False)
+        id = engine.submit(prompt, params, session_id=f"{one.session}", stall_s=2.0)
+        expected[id], got[id] = _alone(tuple(prompt), one.out), []
+        histories[one.session] = prompt + expected[id]
+        while one.waits and engine.has_work():
             _step(engine, got)
     while engine.has_work():
         _step(engine, got)
-    assert {id: want for id, (_, want) in expected.items()} == got
+    assert got == expected
     drain(engine)
     for event, count in engine.sessions.counts.items():
         COUNTS[event] += count
@@ -210,6 +245,7 @@ def test_the_property_above_saw_everything_that_can_happen_to_a_session() -> Non
 
 def _step(engine: Any, got: dict[int, list[int]]) -> None:
     report = engine.step()
+    check_cache(engine)
     for output in report.outputs:
         got[output.request_id] += output.token_ids
     memory = report.memory
