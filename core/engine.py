@@ -339,7 +339,7 @@ class Engine:
                     f"says {lease.num_cached_tokens} tokens of sequence {seq.id} are cached: it has {view.num_tokens} tokens, "
                     f"{view.num_computed_tokens} computed, and at least one must be left to compute",
                 )
-            if seq.scores is not None and lease.num_cached_tokens > len(seq.scores):
+            if seq.scores is not None and min(lease.num_cached_tokens, view.num_prompt_tokens - 1) > len(seq.scores):
                 raise self.hooks.policy_error("reserve", f"gave sequence {seq.id} cached tokens across cache_salt")
             seq.set_computed(lease.num_cached_tokens)
         if view.where != "swap" or seq.first_scheduled_s is None:

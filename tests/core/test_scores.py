@@ -93,6 +93,23 @@ def test_a_prefix_hit_hides_nothing() -> None:
     assert scored[3] == ALONE[3]
 
 
+def test_a_scored_sequence_finds_its_own_blocks_again_after_a_recompute() -> None:
+    """Its salt is its own, so what it finds it computed itself: prompt, scored before, and output, which has no scores."""
+    prompts = [tuple(range(9 * i, 9 * i + 6)) for i in range(3)]
+    params = [
+        SamplingParams(max_tokens=24, temperature=0, detokenize=False, prompt_logprobs=i) for i in (None, None, 1)
+    ]
+    answers = []
+    for num_blocks in (12, 200):
+        engine = make_engine(num_blocks=num_blocks, allocator=PrefixAllocator())
+        ids = [engine.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        reports = [engine.step() for _ in iter(engine.has_work, False)]
+        outputs = [out for report in reports for out in report.outputs if out.request_id == ids[2]]
+        assert any(p.sequence == ids[2] for r in reports for p in r.preempted) == (num_blocks == 12)
+        answers.append(([out.token_ids for out in outputs], [out.prompt_logprobs for out in outputs]))
+    assert answers[0] == answers[1] and len(answers[0][1][0]) == 5
+
+
 def test_a_step_scores_no_more_rows_than_it_may() -> None:
     """Prompts of 700 tokens with a budget of 2,000: rows of logits stay few, and all is scored."""
     widths: list[int] = []
