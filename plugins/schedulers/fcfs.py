@@ -35,11 +35,14 @@ class FcfsScheduler:
     @hookimpl
     def plan_step(self, view: View) -> Plan:
         room = Room(view, self.watermark)
+        kept = int(bool(view.running))  # a token of the oldest that runs: newcomers may turn out to have no blocks
+        room.tokens -= kept
         new: list[Chunk] = []
         for sequence in view.waiting:
             if not room.fits(sequence) or room.left(sequence) > room.tokens:
                 break
             new.append(Chunk(sequence.id, room.take_new(sequence)))
+        room.tokens += kept
         chunks = []
         for sequence in view.running:
             if not room.tokens:

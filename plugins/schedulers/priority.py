@@ -24,7 +24,11 @@ from plugins.schedulers.packing import Room, in_order
 
 @attrs.define(eq=False)
 class PriorityScheduler:
-    """Decodes get their token first (it is cheap), then prefills under way and newcomers by rank."""
+    """Decodes get their token first (it is cheap), then prefills under way and newcomers by rank.
+
+    One token of each step is a running sequence's: then the plan holds a chunk that may preempt, whatever the allocator says to
+    newcomers.
+    """
 
     age_s: float | None = attrs.field(default=60.0, validator=attrs.validators.optional(attrs.validators.gt(0)))
     preempt: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
@@ -65,18 +69,26 @@ class PriorityScheduler:
         """Prefills under way and newcomers, by rank, until the step is full or a newcomer finds no room."""
         below = _Below(ranked)
         under_way = deque((rank, s) for rank, s in ranked if s.num_tokens - s.num_computed_tokens != 1)
+        kept = int(
+            len(under_way) == len(ranked) > 0
+        )  # no decode: a newcomer without blocks must not take the whole step
+        room.tokens -= kept
         for sequence in in_order(view.waiting, self._rank):
             rank = self._rank(sequence)
-            while under_way and under_way[0][0] <= rank and room.tokens:
-                before, prefill = under_way.popleft()
-                yield before, Chunk(prefill.id, room.take_running(prefill), True)
+            while under_way and under_way[0][0] <= rank and room.tokens + kept:
+                room.tokens, kept = room.tokens + kept, 0
+                yield self._go_on(room, *under_way.popleft())
             fits = room.fits(sequence)
             if not fits and not (self.preempt and room.tokens and below.displace(rank + 1, room, sequence)):
                 break
             yield rank, Chunk(sequence.id, room.take_new(sequence), not fits)
+        room.tokens += kept
         while under_way and room.tokens:
-            rank, prefill = under_way.popleft()
-            yield rank, Chunk(prefill.id, room.take_running(prefill), True)
+            yield self._go_on(room, *under_way.popleft())
+
+    @staticmethod
+    def _go_on(room: Room, rank: float, prefill: SequenceView) -> tuple[float, Chunk]:
+        return rank, Chunk(prefill.id, room.take_running(prefill), True)
 
 
 class _Below:

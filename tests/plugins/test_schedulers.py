@@ -58,6 +58,14 @@ def test_static_reserves_room_for_all_that_a_request_may_become() -> None:
     assert not any(report.preempted for report in result.reports)
 
 
+def test_fcfs_keeps_a_token_for_the_oldest_that_runs() -> None:
+    """Two prompts that would fill the step: one starts, and the plan holds a chunk that may preempt."""
+    engine = make_engine(num_blocks=64, max_num_batched_tokens=64, max_model_len=64, scheduler=FcfsScheduler())
+    work = [Work((1, 2), 9), Work(tuple(range(32)), 2, arrives=1), Work(tuple(range(32)), 2, arrives=1)]
+    chunks = run(engine, work).reports[1].plan.chunks
+    assert [(c.sequence, c.num_tokens, c.may_preempt) for c in chunks] == [(0, 1, True), (1, 32, False)]
+
+
 def test_fcfs_computes_whole_prompts_and_chunked_cuts_them() -> None:
     work = [Work(tuple(range(4)), 30), *(Work(tuple(range(64)), 2, arrives=5) for _ in range(3))]
     for scheduler, whole in ((FcfsScheduler(), True), (ChunkedScheduler(), False)):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from core.executors.toy import ToyExecutor
 from core.types import ConfigError
+from plugins.allocators.naive import NaiveAllocator
 from plugins.preemption.breakeven import BreakEven
 from plugins.preemption.recompute import Recompute
 from plugins.preemption.swap import Swap
@@ -68,8 +69,8 @@ def labels(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def served(draw: st.DrawFn) -> tuple[list[Work], dict[str, Any]]:
-    """Requests that compete, with labels; a scheduler by name and a preemption by any choice."""
-    work, pool = draw(contests())
+    """Requests that compete, with labels; any allocator, a scheduler by name and a preemption by any choice."""
+    work, pool = draw(contests(draw(st.sampled_from(["paged", "paged", "prefix", "naive"]))))
     name = draw(names)
     pool["scheduler"] = SCHEDULERS[name]()
     if name in WHOLE:
@@ -162,6 +163,24 @@ def test_a_stream_gets_its_token_in_every_step_of_anothers_prefill(name: str) ->
     prefills = [r for r in result.reports if any(c.num_tokens > 1 and c.sequence > 0 for c in r.plan.chunks)]
     assert len(prefills) >= 12
     assert all(any(o.request_id == 0 for o in r.outputs) for r in prefills)
+
+
+@pytest.mark.parametrize("reserve", ["limit", "declared"])
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_newcomers_that_would_fill_the_step_but_find_no_slot_wait(name: str, reserve: str) -> None:
+    """Their blocks are there by number; ``naive`` wants room for all they may become. What runs goes on."""
+    late = {"arrives": 1, "labels": {"priority": -5, "deadline_s": 5.0}}
+    work = [Work(tuple(range(40)), 24), Work(tuple(range(32)), 20, **late), Work(tuple(range(32)), 20, **late)]
+    engine = make_engine(
+        num_blocks=24,
+        max_model_len=64,
+        max_num_batched_tokens=64 if name in WHOLE else 8,
+        allocator=NaiveAllocator(reserve=reserve),  # type: ignore[arg-type]
+        scheduler=SCHEDULERS[name](),
+    )
+    result = run(engine, work)
+    assert_as_alone(work, result)
+    assert sum(r.num_running > 1 for r in result.reports) == 0
 
 
 def test_slo_lets_a_prefill_wait_only_as_far_as_a_target_demands() -> None:
