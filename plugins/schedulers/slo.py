@@ -9,7 +9,8 @@ SLOs-Serve (Chen et al., 2025); late requests last as in DistServe's goodput (Zh
 nothing.
 
 Order: prefills by deadline, those that can still make it before those that cannot; decodes always get their token. The plan lists
-running sequences by when their next token is due, so those with most slack give way. Fairness: a request that has waited
+running sequences by when their next token is due, so those with most slack give way. A TPOT target that a step of one sequence
+would miss already is ignored. Fairness: a request that has waited
 ``patience_s`` goes first, whatever its deadline: with steps of s seconds it ends patience_s / s + T steps after it came at the
 latest, T the tokens of all that were there by then. ``patience_s: null`` starves lost requests under overload. May preempt for
 a newcomer: never.
@@ -25,6 +26,7 @@ from core.types import Chunk, EngineInfo, Plan, SequenceView, StepReport, View, 
 from plugins.schedulers.packing import Room, in_order
 
 NEVER = float("inf")
+PATIENT = -5e11  # ranks below: their patience is over
 FORGET = 0.98  # weight of the steps before, at each step
 
 
@@ -45,32 +47,35 @@ class SloScheduler:
     def plan_step(self, view: View) -> Plan:
         now, clock = view.now, self._clock
         room = Room(view, self.watermark)
-        decodes, prefills, kv, target = [], [], 0, NEVER
+        decodes, prefills, kv = [], [], 0
         for s in view.running:
             if s.num_tokens - s.num_computed_tokens == 1:
                 kv += s.num_tokens
+                first = s.first_token_s
                 decodes.append(
-                    (s.first_token_s + s.tpot_s * s.num_output_tokens if s.tpot_s and s.first_token_s else NEVER, s)
+                    (NEVER if s.tpot_s is None or first is None else first + s.tpot_s * s.num_output_tokens, s)
                 )
-                if s.tpot_s and s.tpot_s < target:
-                    target = s.tpot_s
             else:
                 prefills.append(s)
+        target = self._strictest([s for _, s in decodes])
         num_decodes = room.decodes([s for _, s in decodes])
         decodes.sort(key=_due)
         chunks = [(due, s.id, one_token(s.id)) for due, s in decodes[:num_decodes]]
         limit_s = target * self.margin if chunks else NEVER  # nobody waits for a token: a step may be long
-        room.tokens = min(room.tokens, clock.tokens_within(limit_s, num_decodes, kv))
+        within = clock.tokens_within(limit_s, num_decodes, kv)
         rank = self._ranks(view)
         for s in in_order(prefills, rank) if len(prefills) > 1 else prefills:
+            if within < room.tokens and rank(s) >= PATIENT:  # one whose patience is over waits for nobody's target
+                room.tokens = within
             if not room.tokens:
                 break
             chunks.append((rank(s), s.id, Chunk(s.id, room.take_running(s), True)))
+            within = max(0, within - chunks[-1][2].num_tokens)
         chunks.sort()
         plan = [chunk for _, _, chunk in chunks]
         if view.waiting and room.tokens and room.rows:
             kv += sum(s.num_tokens for s in prefills)
-            plan += self._newcomers(view, room, target, len(view.running), kv, rank)
+            plan += self._newcomers(view, room, within, target, kv, rank)
         clock.expect(plan, kv, now)
         return Plan(tuple(plan))
 
@@ -85,7 +90,7 @@ class SloScheduler:
 
         def rank(s: SequenceView) -> float:
             if s.queued_s <= patient_since:
-                return s.queued_s - 1e12
+                return s.queued_s + 2 * PATIENT
             deadline = s.deadline_s
             if deadline is None:
                 return 1e12
@@ -99,18 +104,31 @@ class SloScheduler:
 
         return rank
 
-    def _newcomers(self, view: View, room: Room, target: float, running: int, kv: int, rank) -> list[Chunk]:
-        """By rank, as long as a step of decodes with all of them still clears the strictest target."""
+    def _strictest(self, sequences: list[SequenceView]) -> float:
+        """The least TPOT target of these, seconds. One that a step of this sequence alone would miss is not a target: to give way
+        for it would slow all others and not meet it."""
+        for s in sorted([s for s in sequences if s.tpot_s is not None], key=lambda s: s.tpot_s or 0.0):
+            if s.tpot_s is not None and self._clock.seconds(1, s.num_tokens) <= s.tpot_s * self.margin:
+                return s.tpot_s
+        return NEVER
+
+    def _newcomers(self, view: View, room: Room, within: int, target: float, kv: int, rank) -> list[Chunk]:
+        """By rank, as long as a step of decodes with all of them still clears the strictest target; those whose patience is over
+        start whatever the targets say."""
         chunks: list[Chunk] = []
+        running = len(view.running)
         for s in in_order(view.waiting, rank):
-            target = min(target, s.tpot_s or NEVER)
+            target = min(target, self._strictest([s]))
             kv += s.num_tokens
-            too_many = (
-                running + len(chunks) > 0 and self._clock.seconds(running + len(chunks) + 1, kv) > target * self.margin
-            )
-            if too_many or not room.fits(s):
+            if rank(s) >= PATIENT:
+                room.tokens = min(room.tokens, within)
+                others = running + len(chunks)
+                if others and self._clock.seconds(others + 1, kv) > target * self.margin:
+                    break
+            if not room.fits(s):
                 break
             chunks.append(Chunk(s.id, room.take_new(s)))
+            within = max(0, within - chunks[-1].num_tokens)
         return chunks
 
     @hookimpl

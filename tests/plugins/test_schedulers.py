@@ -191,6 +191,29 @@ def test_a_batch_grows_as_far_as_its_predicted_tpot_clears_the_target(tpot: floa
     assert most == int(tpot * 0.95 / 0.01)
 
 
+def test_a_target_that_no_step_can_meet_slows_nobody_down() -> None:
+    """A step takes 1 s whatever it computes, the targets say 0.5 s: as many steps as without targets."""
+    work = [Work(tuple(range(i, i + 30)), 30, arrives=i, labels={"tpot_s": 0.5}) for i in range(40)]
+    sizes = {"num_blocks": 400, "max_num_seqs": 16}
+    steps = [
+        len(run(make_engine(scheduler=one, **sizes), work).reports) for one in (SloScheduler(), ChunkedScheduler())
+    ]
+    assert steps[0] <= 1.05 * steps[1]
+
+
+def test_a_request_whose_patience_is_over_starts_whatever_the_targets_say() -> None:
+    """By the cost model two sequences at once miss a target that one meets: without patience they are served one by one."""
+    started = {}
+    for patience_s in (None, 5.0):
+        scheduler = SloScheduler(patience_s=patience_s)
+        engine = make_engine(scheduler=scheduler, prefill_flop_per_s=2e6)
+        scheduler._clock.learn = lambda report: None  # the toy's steps take a second: keep to the model
+        work = [Work((1, 2, i), 40, labels={"tpot_s": 0.015}) for i in range(2)]
+        reports = run(engine, work).reports
+        started[patience_s] = next(i for i, r in enumerate(reports) if any(c.sequence == 1 for c in r.plan.chunks))
+    assert started[None] >= 40 and 5 <= started[5.0] <= 7
+
+
 def test_the_step_clock_learns_what_steps_take() -> None:
     clock = StepClock(make_engine(prefill_flop_per_s=1e6).cost)
 
