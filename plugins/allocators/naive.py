@@ -9,8 +9,8 @@ The baselines of Kwon et al., "Efficient Memory Management for Large Language Mo
     oracle    prompt + the true output                                    Orca (Oracle)
 
 The true output is ``recorded_output_tokens``, which a replay knows; ``oracle`` refuses a request without it, ``pow2`` then covers
-``max_tokens``. A sequence that outlives its record grows in place if the blocks behind it are free; if they are not it makes room
-like any chunk that does not fit. It never moves.
+``max_tokens``. A sequence that outlives its record grows in place if the blocks behind it are free. If they are not it is copied to
+where there is room, its own blocks counted; without any it makes room like any chunk that does not fit. Otherwise none moves.
 """
 
 from __future__ import annotations
@@ -122,41 +122,66 @@ class NaiveAllocator:
     @hookimpl
     def reserve(self, plan: Plan, sequences: Mapping[int, SequenceView]) -> Sequence[Lease] | Shortfall:
         pool, size = self._pool, self._pool.block_size
-        new: list[tuple[int, SequenceView, int]] = []  # place in the plan, who, blocks
-        grown: list[tuple[int, list[int]]] = []  # place, blocks behind the sequence's own
+        new: list[tuple[int, int]] = []  # place in the plan, blocks
+        grown: list[tuple[int, list[int], list[int]]] = []  # place, the run it has, the longer one that it gets
+        too_long: int | None = None  # place of the first that outlived its record and cannot grow
         for i, chunk in enumerate(plan.chunks):
             view = sequences[chunk.sequence]
             if view.where != "device":
-                new.append((i, view, self._slot(view)))
+                new.append((i, self._slot(view)))
             elif view.num_computed_tokens + chunk.num_tokens > len(view.block_table) * size:
-                behind = self._behind(view, chunk.num_tokens)
-                if behind and any(pool.refs[b] if b < pool.num_blocks else 1 for b in behind):
-                    return Shortfall(i, len(behind))
-                grown.append((i, behind))
-        for _, blocks in grown:
-            pool.take_ids(blocks)
-        starts = pool.find_runs([slot for _, _, slot in new], self.fit)
-        if len(starts) < len(new):
-            for _, blocks in grown:
-                pool.give(blocks)
-            return Shortfall(new[len(starts)][0], max(1, sum(slot for _, _, slot in new) - pool.num_free))
+                have, wanted = list(view.block_table), self._grown(view, chunk.num_tokens)
+                if wanted > len(have):
+                    run = self._extend(have, wanted)
+                    if not run:
+                        too_long = i
+                        break
+                    grown.append((i, have, run))
+        starts = pool.find_runs([slot for _, slot in new], self.fit)
+        if too_long is not None or len(starts) < len(new):
+            for _, have, run in reversed(grown):
+                self._exchange(run, have)
+            short = new[len(starts)][0] if len(starts) < len(new) else len(plan.chunks)
+            return Shortfall(min(short, len(plan.chunks) if too_long is None else too_long), self._missing(new))
         leases = [NO_CHANGE] * len(plan.chunks)
-        for i, blocks in grown:
-            have = len(sequences[plan.chunks[i].sequence].block_table)
-            leases[i] = Lease(tuple(enumerate(blocks, have)))
-        for (i, _, slot), start in zip(new, starts, strict=True):
+        moves: list[Move] = []
+        for i, have, run in grown:
+            first = 0 if run[0] != have[0] else len(have)
+            leases[i] = Lease(tuple(enumerate(run))[first:])
+            pairs = list(zip(have, run, strict=False)) if not first else []
+            moves += [Move("copy", *pair) for pair in (pairs if run[0] < have[0] else reversed(pairs))]
+        for (i, slot), start in zip(new, starts, strict=True):
             pool.take_ids(range(start, start + slot))
             leases[i] = Lease(tuple(enumerate(range(start, start + slot))))
+        if moves:  # all on the first lease: what is leased to one may be what another moves out of
+            leases[0] = Lease(leases[0].blocks, tuple(moves))
         return leases
 
-    def _behind(self, view: SequenceView, num_tokens: int) -> list[int]:
-        """Blocks that a sequence that outlived its record needs behind its last one, up to what it declared."""
-        end = min(view.num_computed_tokens + num_tokens, view.num_tokens)
-        have = len(view.block_table)
-        if self._blocks(end) <= have:
-            return []
-        last = view.block_table[-1]
-        return list(range(last + 1, last + 1 + max(self._slot(view), self._blocks(end)) - have))
+    def _missing(self, new: list[tuple[int, int]]) -> int:
+        return max(1, sum(slot for _, slot in new) - self._pool.num_free)
+
+    def _grown(self, view: SequenceView, num_tokens: int) -> int:
+        """Blocks for a sequence that outlived its record: up to what it declared."""
+        end = self._blocks(min(view.num_computed_tokens + num_tokens, view.num_tokens))
+        return max(self._slot(view), end) if end > len(view.block_table) else len(view.block_table)
+
+    def _extend(self, have: list[int], wanted: int) -> list[int]:
+        """Take a longer run in the place of one: with the blocks behind it where they are free, or wherever there is room if its
+        own blocks were free, too. Empty when there is none."""
+        pool, last = self._pool, have[-1]
+        behind = list(range(last + 1, last + 1 + wanted - len(have)))
+        if behind[-1] < pool.num_blocks and not any(pool.refs[block] for block in behind):
+            pool.take_ids(behind)
+            return have + behind
+        pool.give(have)
+        starts = pool.find_runs([wanted], self.fit)
+        run = list(range(starts[0], starts[0] + wanted)) if starts else []
+        pool.take_ids(run or have)
+        return run
+
+    def _exchange(self, run: list[int], have: list[int]) -> None:
+        self._pool.give(run)
+        self._pool.take_ids(have)
 
     @hookimpl
     def fork(self, groups: Sequence[ForkGroup]) -> Sequence[Sequence[Lease]] | Shortfall:

@@ -102,6 +102,16 @@ def test_one_that_outlives_its_record_without_room_behind_it_makes_room() -> Non
     assert sum(len(r.preempted) for r in result.reports) > 0
 
 
+def test_one_at_the_pools_end_that_outlives_its_record_moves_to_where_there_is_room() -> None:
+    """Its neighbour before it has ended, and nothing is behind it; the run it gets overlaps the one it has."""
+    work = [Work(tuple(range(30)), 6, recorded=6), Work(tuple(range(6)), 34, recorded=2, arrives=5)]
+    engine = make_engine(allocator=NaiveAllocator(reserve="oracle"), num_blocks=11, block_size=4, max_model_len=40)
+    result = run(engine, work)
+    assert [result.tokens[(i, 0)] for i in range(2)] == [alone(w)[0] for w in work]
+    assert sum(r.memory.copied_bytes for r in result.reports) == 2 * 4 * engine.model.kv_bytes_per_token
+    assert not any(r.preempted for r in result.reports)
+
+
 def test_external_waste_is_free_blocks_that_no_waiting_request_fits() -> None:
     """Slots of 4, 2 and 4 blocks in 10; the middle one ends: its 2 blocks are of no use to one that wants 3."""
     engine = make_engine(allocator=NaiveAllocator(reserve="declared"), num_blocks=10, block_size=4)
