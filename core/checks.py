@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from core.batch import Run
@@ -11,36 +12,39 @@ from core.types import HOLE, Plan
 
 def check_plan(plan: object, state: State, hooks: Any) -> bool:
     """Budget, ownership, progress: raises the scheduler's ``PolicyError``. True when newcomers need rows that are taken."""
+    wrong = partial(hooks.policy_error, "plan_step")
     if not isinstance(plan, Plan):
-        raise hooks.policy_error("plan_step", f"gave {plan!r}: a Plan is needed in every step with work")
+        raise wrong(f"gave {plan!r}: a Plan is needed in every step with work")
     sequences, limits = state.sequences, state.limits
     if not plan.chunks:
         if plan.wait_until is None:
             work = f"{len(state.running)} running and {len(state.waiting)} waiting sequences"
-            raise hooks.policy_error("plan_step", f"gave an empty plan without wait_until although there are {work}")
+            raise wrong(f"gave an empty plan without wait_until although there are {work}")
+        if not state.view.now < plan.wait_until < float("inf"):
+            raise wrong(f"waits until {plan.wait_until}: now is {state.view.now}, it must be later")
         return False
     ids = {chunk.sequence for chunk in plan.chunks}
     lengths = [chunk.num_tokens for chunk in plan.chunks]
-    if min(lengths) < 1 or not ids <= sequences.keys():
-        bad = next(c for c in plan.chunks if c.num_tokens < 1 or c.sequence not in sequences)
-        raise hooks.policy_error("plan_step", f"planned {bad}: unknown sequence, or less than one token")
     total = sum(lengths)
-    if total > limits.max_num_batched_tokens:
-        raise hooks.policy_error(
-            "plan_step", f"planned {total} tokens, max_num_batched_tokens is {limits.max_num_batched_tokens}"
+    if type(total) is not int:
+        raise wrong(f"planned {total!r} tokens: num_tokens of a chunk is an int")
+    if min(lengths) < 1 or not ids <= sequences.keys() or not state.held.keys().isdisjoint(ids):
+        bad = next(
+            c for c in plan.chunks if c.num_tokens < 1 or c.sequence not in sequences or c.sequence in state.held
         )
+        raise wrong(f"planned {bad}: unknown sequence, a beam that is held, or less than one token")
+    if total > limits.max_num_batched_tokens:
+        raise wrong(f"planned {total} tokens, max_num_batched_tokens is {limits.max_num_batched_tokens}")
     if len(ids) != len(plan.chunks):
-        raise hooks.policy_error("plan_step", f"planned a sequence twice: {plan.chunks}")
+        raise wrong(f"planned a sequence twice: {plan.chunks}")
     newcomers = len(new := ids - state.running_ids)
     plain = newcomers
     if len(state.running) + newcomers > limits.max_num_seqs:
         # a newcomer that may preempt may take the row of a running sequence
         plain = sum(1 for chunk in plan.chunks if chunk.sequence in new and not chunk.may_preempt)
     if len(state.running) + plain > limits.max_num_seqs or newcomers > limits.max_num_seqs:
-        raise hooks.policy_error(
-            "plan_step",
-            f"planned {newcomers} newcomers beside {len(state.running)} running sequences, max_num_seqs is {limits.max_num_seqs}",
-        )
+        running = f"{len(state.running)} running sequences, max_num_seqs is {limits.max_num_seqs}"
+        raise wrong(f"planned {newcomers} newcomers beside {running}")
     return len(state.running) + newcomers > limits.max_num_seqs
 
 

@@ -173,6 +173,9 @@ SCHEDULER_FAULTS: dict[str, tuple[Callable[[Any, Plan], Any], str]] = {
     "twice": (lambda v, p: Plan(p.chunks[:1] * 2 if p.chunks[0].num_tokens < 5 else p.chunks), "a sequence twice"),
     "unknown": (lambda v, p: Plan((Chunk(12345, 1),)), "unknown sequence"),
     "no tokens": (lambda v, p: Plan(tuple(c._replace(num_tokens=0) for c in p.chunks)), "less than one token"),
+    "part of a token": (lambda v, p: Plan(tuple(c._replace(num_tokens=1.0) for c in p.chunks)), "of a chunk is an int"),
+    "waits for the past": (lambda v, p: Plan((), v.now - 5), "it must be later"),
+    "waits for ever": (lambda v, p: Plan((), float("inf")), "it must be later"),
     "nothing": (lambda v, p: None, "a Plan is needed"),
     "empty": (lambda v, p: Plan(), "empty plan without wait_until"),
     "too many": (lambda v, p: Plan(tuple(Chunk(s.id, 1, s in list(v.running)) for s in [*v.running, *v.waiting])), "max_num_seqs is 2"),
@@ -188,6 +191,21 @@ def test_a_schedulers_fault_is_a_policy_error_with_its_name(fault: str) -> None:
     caught = outcome(scheduler=scheduler, **({"max_num_seqs": 2} if fault == "too many" else {}))
     assert caught.startswith("PolicyError: tests 0: scheduler=faulty plan_step: ")
     assert message in caught
+
+
+def test_a_plan_cannot_name_a_beam_that_is_held() -> None:
+    """It waits for its siblings outside both queues, where a scheduler that keeps views may still find it."""
+
+    class Grabs(ChunkedScheduler):
+        @hookimpl
+        def plan_step(self, view: Any) -> Plan:
+            held = tuple(Chunk(id, 1) for id in engine.state.held)
+            return Plan(ChunkedScheduler.plan_step(self, view).chunks[: None if not held else 1] + held[:1])
+
+    engine = make_engine(num_blocks=60, max_num_seqs=3, max_num_batched_tokens=8, scheduler=Grabs())
+    work = [Work(tuple(range(9)), 12, beams=4), Work(tuple(range(30)), 20)]
+    with pytest.raises(PolicyError, match="a beam that is held"):
+        run(engine, work)
 
 
 class Victims(Swap):
