@@ -310,9 +310,8 @@ class Committer:
         """Give back all that these hold, and forget them."""
         releases = []
         for seq, reason in gone:
-            blocks = seq.device_blocks()
-            if blocks:
-                releases.append(Release(seq.id, blocks, reason if reason in ("abort", "error") else "finish"))
+            why = reason if reason in ("abort", "error") else "finish"
+            releases.append(Release(seq.id, seq.device_blocks(), why))
             if seq.host_blocks:
                 self.state.swap.give(tuple(seq.host_blocks.values()))
                 seq.host_blocks.clear()

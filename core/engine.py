@@ -142,9 +142,11 @@ class Engine:
         self._commands.put("end_sessions", None)
 
     def reset_cache(self) -> None:
-        """Forget all cached prompt blocks at the next step: requests submitted after this call find none of what was there.
+        """Forget all cached prompt blocks at the next step, and what sessions keep: requests submitted after this call find none
+        of what was there.
 
-        Sequences that run keep their blocks, which are no longer offered to others. ``RequestError`` when the allocator caches nothing.
+        Sequences that run keep their blocks to their end, and those are no longer offered to others. ``RequestError`` when the
+        allocator caches nothing.
         """
         if not self.hooks.has("reset_cache"):
             raise RequestError(
@@ -215,6 +217,7 @@ class Engine:
 
     def _intake(self, step: Step, commands: list[tuple[str, Any]]) -> None:
         if any(kind == "reset_cache" for kind, _ in commands):
+            self.sessions.reset(step)
             self.hooks.reset_cache()
         new = [self._new_sequence(request, step) for kind, request in commands if kind == "add"]
         if new:
@@ -260,8 +263,6 @@ class Engine:
         state.cached_tokens.clear()
         if state.idle:
             self.sessions.tend(step)
-        if state.waiting and self.hooks.has("triage"):
-            triage(step, state, self.hooks, self._turn_away)
         if state.waiting and self.hooks.has("cached_tokens"):
             head = state.waiting[: self.limits.max_num_seqs]
             counts = self.hooks.cached_tokens(sequences=head)
@@ -271,6 +272,8 @@ class Engine:
                         "cached_tokens", f"gave {len(counts)} counts for {len(head)} sequences"
                     )
                 state.cached_tokens.update((v.id, n) for v, n in zip(head, counts, strict=True) if n)
+        if state.waiting and self.hooks.has("triage"):
+            triage(step, state, self.hooks, self._turn_away)
         step.mark("look")
 
     def _plan(self, step: Step) -> tuple[Plan, bool]:
@@ -342,10 +345,9 @@ class Engine:
             if seq.scores is not None and min(lease.num_cached_tokens, view.num_prompt_tokens - 1) > len(seq.scores):
                 raise self.hooks.policy_error("reserve", f"gave sequence {seq.id} cached tokens across cache_salt")
             seq.set_computed(lease.num_cached_tokens)
-        if view.where != "swap" or seq.first_scheduled_s is None:
-            step.query_tokens += view.num_tokens
-            step.hit_tokens += view.num_computed_tokens
         if seq.first_scheduled_s is None:
+            step.query_tokens += view.num_tokens
+            step.hit_tokens += lease.num_cached_tokens
             seq.first_scheduled_s = step.started_s
             seq.num_cached_tokens = view.num_computed_tokens  # found by the allocator, or kept for its session
             step.num_started += 1

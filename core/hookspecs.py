@@ -240,7 +240,8 @@ class StepSpec:
     def release(self, releases: Sequence[Release]) -> object:
         """Take back exactly these blocks: one reference each.
 
-        Called at intake (aborts), relieve (evictions) and commit (finished). A sequence without device blocks is not passed.
+        Called at intake (aborts), relieve (evictions) and commit (finished). A sequence that ends is always passed, also without
+        blocks: what is kept by its id can be forgotten.
         """
 
 

@@ -29,6 +29,7 @@ class Sessions:
         extends = any(getattr(one.plugin, "extends_tables", False) for one in chosen if one.kind == "allocator")
         self.enabled = extends and hooks.has("plan_idle")
         self.counts = dict.fromkeys(("kept", "resumed", "swapped", "discarded"), 0)
+        self._newest_before_reset = -1  # sequence id
 
     # ------------------------------------------------------------------------------------------- between turns
 
@@ -39,12 +40,14 @@ class Sessions:
             return False
         if seq.params.n > 1 or seq.params.prompt_logprobs is not None or seq.status is not Status.RUNNING:
             return False  # scored prompts have a namespace each: no turn comes after them
+        if seq.id <= self._newest_before_reset:
+            return False
         older = self.state.sessions.get(seq.session)
         if older is not None:
             self.discard(step, older)
         spare = seq.table[self._blocks(seq.view.num_computed_tokens) :]
         del seq.table[self._blocks(seq.view.num_computed_tokens) :]
-        self._release(seq, spare)
+        self._release(seq, spare, "finish")
         self.state.begin_session(seq, now)
         self.counts["kept"] += 1
         return True
@@ -60,7 +63,7 @@ class Sessions:
             self.discard(step, old)
             return
         wanted = self._blocks(shared)
-        self._release(old, [block for block in old.table[wanted:] if block != HOLE])
+        self._end(old, [block for block in old.table[wanted:] if block != HOLE])
         extra = [index for index in old.host_blocks if index >= wanted]
         self.state.swap.give([old.host_blocks.pop(index) for index in extra])
         new.table.extend(old.table[:wanted])
@@ -139,7 +142,7 @@ class Sessions:
 
     def discard(self, step: Step, seq: Sequence) -> None:
         """Forget an idle turn's KV: its blocks go back, where an allocator may find their content again."""
-        self._release(seq, list(seq.device_blocks()))
+        self._end(seq, list(seq.device_blocks()))
         self.state.swap.give(tuple(seq.host_blocks.values()))
         seq.host_blocks.clear()
         seq.table.clear()
@@ -150,9 +153,18 @@ class Sessions:
         for seq in list(self.state.sessions.values()):
             self.discard(step, seq)
 
-    def _release(self, seq: Sequence, blocks: list[int], reason: Any = "finish") -> None:
+    def reset(self, step: Step) -> None:
+        """Forget what is kept; what was computed so far is not kept at the end of those that compute it either."""
+        self.drop_all(step)
+        self._newest_before_reset = max(self.state.sequences, default=-1)
+
+    def _release(self, seq: Sequence, blocks: list[int], reason: Any) -> None:
         if blocks:
             self.hooks.release(releases=(Release(seq.id, tuple(blocks), reason),))
+
+    def _end(self, seq: Sequence, blocks: list[int]) -> None:
+        """The allocator is told that a sequence is over, whether it gives blocks back or not."""
+        self.hooks.release(releases=(Release(seq.id, tuple(blocks), "finish"),))
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.state.limits.block_size)

@@ -187,7 +187,7 @@ class State:
         self.running: list[SequenceView] = []
         self.running_ids: set[int] = set()
         self.waiting: list[SequenceView] = []
-        self.num_swapped = 0
+        self._swapped: dict[int, Sequence] = {}
         self.sessions: dict[tuple[str, str, str], Sequence] = {}
         self.idle: list[SequenceView] = []
         self.parked: dict[int, Sequence] = {}
@@ -256,7 +256,7 @@ class State:
         """Take in a new sequence: it waits, with the KV it was given if it continues a session."""
         if seq.host_blocks:
             seq.status = Status.SWAPPED
-            self.num_swapped += 1
+            self._swapped[seq.id] = seq
             _put(seq.view, "where", "swap")
         elif seq.table:
             self.parked[seq.id] = seq
@@ -294,7 +294,9 @@ class State:
             self.held[seq.id] = seq
         if to in (Status.FINISHED, Status.IDLE):
             self._forget(seq)
-        self.num_swapped += (to is Status.SWAPPED) - (seq.status is Status.SWAPPED)
+        self._swapped.pop(seq.id, None)
+        if to is Status.SWAPPED:
+            self._swapped[seq.id] = seq
         _put(seq.view, "where", _WHERE.get(to, "none"))
         if seq.status is Status.HELD and to is Status.WAITING and seq.table:
             self.parked[seq.id] = seq
@@ -341,7 +343,7 @@ class State:
 
     def swapped(self) -> list[Sequence]:
         """Sequences whose KV is in host memory, in arrival order."""
-        return [self.sequences[v.id] for v in self.waiting if v.where == "swap"] if self.num_swapped else []
+        return sorted(self._swapped.values(), key=lambda seq: seq.order)
 
     # ------------------------------------------------------------------------------------------- self-check
 

@@ -2,7 +2,8 @@
 others late.
 
 A request's target is its own ``deadline_s`` or its class's ``slo`` target; without one it is left alone. Late is judged by
-arithmetic on the clock and the cost model: ``now`` + the seconds of its prefill (less what the cache holds) > ``deadline_s``.
+arithmetic on the clock and the cost model: ``now`` + the seconds of its prefill (less what is computed already, by itself or in
+the cache) > ``deadline_s``. The first 512 that wait are judged in a step, so that a long queue costs no more than that.
 With ``patience`` the queue ahead is counted too: a request is judged as if it started only after the prefills and answers (by
 ``predictor``) of that share of the work ahead of it had run. 0, the default, waits and sees.
 
@@ -17,6 +18,8 @@ import attrs
 from core.hookspecs import hookimpl
 from core.types import SequenceView, Triage, View
 
+LOOKED_AT = 512  # requests at the head of the queue: those behind them are judged when they come up
+
 
 @attrs.define(eq=False)
 class Deadline:
@@ -29,15 +32,14 @@ class Deadline:
     def triage(self, view: View) -> Triage | None:
         lost: list[tuple[SequenceView, float]] = []
         now, cost, cached = view.now, view.cost, view.cached_tokens
+        looked_up = view.max_num_seqs if view.finds_prefixes else LOOKED_AT  # of those behind the cache may hold all
         ahead_s = 0.0
-        for sequence in view.waiting:
+        for i, sequence in enumerate(view.waiting[:LOOKED_AT]):
             deadline = sequence.deadline_s
-            if self.patience:
-                prefill_s = cost.recompute_s(sequence.num_tokens, cached.get(sequence.id, 0))
-            elif deadline is None or sequence.demoted:
+            if not self.patience and (deadline is None or sequence.demoted):
                 continue
-            else:
-                prefill_s = 0.0 if deadline < now else cost.recompute_s(sequence.num_tokens, cached.get(sequence.id, 0))
+            known = sequence.num_computed_tokens or cached.get(sequence.id, 0)
+            prefill_s = cost.recompute_s(sequence.num_tokens, known) if known or i < looked_up else 0.0
             expected = now + ahead_s + prefill_s
             if deadline is not None and expected > deadline and not sequence.demoted and not sequence.num_output_tokens:
                 lost.append((sequence, expected))

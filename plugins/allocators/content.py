@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping
 from hashlib import blake2b
 
 from core.types import HOLE, SequenceView
@@ -172,11 +171,6 @@ class ContentIndex:
             known.root, known.epoch
         )  # not today's: the parent's entries were not looked at since
         chain.entries = list(known.entries)
-
-    def prune(self, living: Mapping[int, SequenceView]) -> None:
-        """Forget sequences that ended without a word (core names only those with blocks). O(1) a call on average."""
-        if len(self.chains) > 2 * len(living) + 1024:
-            self.chains = {i: chain for i, chain in self.chains.items() if i in living}
 
     def clear(self) -> None:
         """Forget everything."""

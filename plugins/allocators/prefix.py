@@ -106,7 +106,6 @@ class PrefixAllocator:
         leases = [NO_CHANGE] * len(plan.chunks)
         if not needs:
             return leases
-        self._prune(sequences)
         self._moves = []
         self._pin([entry for _, _, hits, _ in needs for entry in hits])
         for i, view, hits, indices in needs:
@@ -236,12 +235,6 @@ class PrefixAllocator:
                 self._due.pop(id, None)
                 self._index.chains.pop(id, None)
         return True
-
-    def _prune(self, living: Mapping[int, SequenceView]) -> None:
-        """Forget sequences that ended without blocks, which core does not name in ``release``. O(1) a call on average."""
-        self._index.prune(living)
-        if len(self._due) > 2 * len(living) + 1024:
-            self._due = {i: due for i, due in self._due.items() if i in living}
 
     # ------------------------------------------------------------------------------------------- eviction, reset
 

@@ -15,12 +15,16 @@ a newcomer: never. Requests without ``client_id`` are one client.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
 
 import attrs
 
 from core.hookspecs import hookimpl
 from core.types import Chunk, Plan, SequenceView, StepReport, View
 from plugins.schedulers.packing import Room, continue_running
+
+_client = attrgetter("client_id")
 
 
 @attrs.define(eq=False)
@@ -44,18 +48,18 @@ class FairScheduler:
     @hookimpl
     def plan_step(self, view: View) -> Plan:
         room = Room(view, self.watermark, self.max_chunk)
-        queues: dict[str, deque[SequenceView]] = {}
-        for sequence in view.waiting:
-            queues.setdefault(sequence.client_id, deque()).append(sequence)
         self._clients = {sequence.request_id: sequence.client_id for sequence in view.running}
-        self._lift({*queues, *self._clients.values()})
+        self._lift({*map(_client, view.waiting), *self._clients.values()})
         chunks = continue_running(room, view.running)
-        if queues and room.tokens and room.rows:
-            chunks += self._newcomers(room, queues)
+        if view.waiting and room.tokens and room.rows:
+            chunks += self._newcomers(room, view.waiting)
         return Plan(tuple(chunks))
 
-    def _newcomers(self, room: Room, queues: dict[str, deque[SequenceView]]) -> list[Chunk]:
+    def _newcomers(self, room: Room, waiting: Sequence[SequenceView]) -> list[Chunk]:
         chunks: list[Chunk] = []
+        queues: dict[str, deque[SequenceView]] = {}
+        for sequence in waiting:
+            queues.setdefault(sequence.client_id, deque()).append(sequence)
         self._first = {}
         counters = {client: self._counters[client] for client in queues}
         while counters:

@@ -13,13 +13,16 @@ newcomer: yes (``preempt``), for blocks and for its row, but only running sequen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import attrs
 
 from core.hookspecs import hookimpl
 from core.types import Chunk, Plan, SequenceView, View, one_token
 from plugins.schedulers.packing import Room, in_order
+
+_priority = attrgetter("priority")
 
 
 @attrs.define(eq=False)
@@ -73,7 +76,7 @@ class PriorityScheduler:
             len(under_way) == len(ranked) > 0
         )  # no decode: a newcomer without blocks must not take the whole step
         room.tokens -= kept
-        for sequence in in_order(view.waiting, self._rank):
+        for sequence in in_order(self._candidates(view, room, ranked), self._rank):
             rank = self._rank(sequence)
             while under_way and under_way[0][0] <= rank and room.tokens + kept:
                 room.tokens, kept = room.tokens + kept, 0
@@ -85,6 +88,15 @@ class PriorityScheduler:
         room.tokens += kept
         while under_way and room.tokens:
             yield self._go_on(room, *under_way.popleft())
+
+    def _candidates(self, view: View, room: Room, ranked: list[tuple[float, SequenceView]]) -> Sequence[SequenceView]:
+        """Who may start: nobody where all rows are taken and none that waits can rank a level above the least important of them."""
+        waiting = view.waiting
+        if waiting and room.rows < 1:
+            oldest = waiting[0].queued_s / self.age_s if self.age_s else 0.0  # the queue is in this order
+            if not self.preempt or ranked[-1][0] < min(map(_priority, waiting)) + oldest + 1:
+                return ()
+        return waiting
 
     @staticmethod
     def _go_on(room: Room, rank: float, prefill: SequenceView) -> tuple[float, Chunk]:

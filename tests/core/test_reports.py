@@ -53,7 +53,7 @@ def test_the_short_way_to_a_memory_report_gives_what_the_long_one_gives(
     compared = []
 
     def both(state, *args):
-        if not state.pool.num_extra_refs and not state.num_swapped:
+        if not state.pool.num_extra_refs and not state.swapped():
             compared.append((accounting._plain_sums(state), accounting._sums(state, [])))
         return accounting.memory_report(state, *args)
 

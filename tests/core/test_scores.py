@@ -18,6 +18,7 @@ from tests.toy import make_engine
 
 PROMPTS = [tuple((7 * i + j * j) % 250 for j in range(33)) for i in range(4)]
 SHORT = {"max_tokens": 24, "ignore_eos": True, "detokenize": False}
+FIXED = {"temperature": 0, "detokenize": False}
 KINDS = [
     SamplingParams(temperature=0, repetition_penalty=1.3, **SHORT),
     SamplingParams(temperature=0, frequency_penalty=1.0, **SHORT),
@@ -108,6 +109,20 @@ def test_a_scored_sequence_finds_its_own_blocks_again_after_a_recompute() -> Non
         assert any(p.sequence == ids[2] for r in reports for p in r.preempted) == (num_blocks == 12)
         answers.append(([out.token_ids for out in outputs], [out.prompt_logprobs for out in outputs]))
     assert answers[0] == answers[1] and len(answers[0][1][0]) == 5
+
+
+def test_prefix_hits_are_counted_once_and_not_of_what_a_preemption_lost() -> None:
+    """Four prompts without a common token, pushed out and computed again; and beams that lost and found their rows."""
+    engine = make_engine(num_blocks=12, max_num_seqs=3, allocator=PrefixAllocator())
+    ids = [engine.submit(tuple(range(60 * i, 60 * i + 8)), SamplingParams(max_tokens=24, **FIXED)) for i in range(4)]
+    preempted = sum(len(engine.step().preempted) for _ in iter(engine.has_work, False))
+    assert preempted and engine.metrics.summary()["prefix"] == {"query_tokens": 8 * len(ids), "hit_tokens": 0}
+    engine = make_engine(num_blocks=60, max_num_seqs=3, max_num_batched_tokens=8)
+    engine.submit(tuple(range(9)), SamplingParams(max_tokens=12, beam_width=4, **FIXED))
+    engine.submit(tuple(range(9)), SamplingParams(max_tokens=20, **FIXED))
+    while engine.has_work():
+        engine.step()
+    assert engine.metrics.summary()["prefix"] == {"query_tokens": 18, "hit_tokens": 0}
 
 
 def test_a_step_scores_no_more_rows_than_it_may() -> None:

@@ -100,6 +100,51 @@ def test_a_write_into_a_block_that_others_can_find_stops_the_engine() -> None:
         turn(engine, [*range(9), 90, 91, 92], 6, session_id="s")
 
 
+@pytest.mark.parametrize("when", ["idle", "running"])
+def test_a_reset_of_the_cache_forgets_sessions_too(when: str) -> None:
+    """What is kept between two turns, and at its end what runs now."""
+    engine = session_engine(Keep(), allocator=PrefixAllocator())
+    first, labels = list(range(13)), {"session_id": "s", "stall_s": 50.0}
+    if when == "idle":
+        turn(engine, first, 6, **labels)
+    else:
+        engine.submit(first, SamplingParams(max_tokens=6, temperature=0, detokenize=False), **labels)
+        engine.step()
+    engine.reset_cache()
+    while engine.has_work():
+        engine.step()
+    _, last = turn(engine, [*first, 5], 3, **labels)
+    assert last.num_cached_tokens == 0
+    _, last = turn(engine, [*first, 5, 6], 3, **labels)
+    assert last.num_cached_tokens == 12 and engine.sessions.counts["resumed"] == 1, "the session goes on from there"
+    drain(engine)
+
+
+@pytest.mark.parametrize("allocator", [PagedAllocator, PrefixAllocator])
+def test_an_allocator_knows_nobody_when_all_have_ended(allocator: type) -> None:
+    """Resumed turns end without blocks of their own; waiting ones never had any."""
+    engine = session_engine(Keep(), allocator=allocator(), max_num_seqs=1)
+    history = list(range(5))
+    for _ in range(5):
+        history += turn(engine, history, 3, session_id="s", stall_s=50.0)[0]
+    ids = [engine.submit([1, 2, i], SamplingParams(max_tokens=3)) for i in range(4)]
+    engine.step()
+    for id in ids:
+        engine.abort(id)
+    drain(engine)
+    plugin = engine.hooks.chosen[0].plugin
+    assert not plugin._room
+    assert allocator is PagedAllocator or not (plugin._due or plugin._index.chains)
+
+
+def test_a_resumed_turn_is_no_prefix_hit() -> None:
+    engine = session_engine(Keep())
+    answer, _ = turn(engine, list(range(13)), 6, session_id="s", stall_s=50.0)
+    turn(engine, [*range(13), *answer, 1], 3, session_id="s")
+    assert engine.metrics.summary()["prefix"] == {"query_tokens": 33, "hit_tokens": 0}
+    drain(engine)
+
+
 @pytest.mark.parametrize("other", [{"client_id": "b"}, {"cache_salt": "x"}, {"session_id": "t"}])
 def test_nobody_else_continues_a_session(other: dict[str, str]) -> None:
     engine = session_engine(Keep())

@@ -82,7 +82,7 @@ def test_queues_keep_arrival_order_and_a_preempted_sequence_goes_back_to_its_pla
     assert [v.id for v in state.waiting] == [0, 3]
     assert (a.view.where, b.view.where) == ("swap", "device")
     state.move(a, Status.WAITING)
-    assert [v.id for v in state.waiting] == [0, 3] and a.view.where == "none" and state.num_swapped == 0
+    assert [v.id for v in state.waiting] == [0, 3] and a.view.where == "none" and not state.swapped()
 
 
 def test_policies_cannot_write_what_they_see() -> None:

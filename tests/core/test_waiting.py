@@ -14,6 +14,7 @@ from core.hookspecs import hookimpl
 from core.levels import ServiceLevel, ServiceLevels, read_levels
 from core.types import ConfigError, PolicyError, QueueFull, RequestError, SamplingParams, Triage
 from plugins.admission.deadline import Deadline
+from plugins.allocators.prefix import PrefixAllocator
 from plugins.predictors.declared import Declared
 from plugins.predictors.oracle import Oracle
 from plugins.predictors.quantile import Quantile
@@ -255,3 +256,15 @@ def test_a_server_bounds_its_queue_and_nothing_else_does(monkeypatch: pytest.Mon
 def test_bounds_of_the_queue_that_cannot_be(value: str) -> None:
     with pytest.raises(ConfigError, match=r"max_queue=.*: allowed is a whole number from 1, null or auto"):
         check_root(compose([f"max_queue={value}"]))
+
+
+def test_admission_by_deadline_counts_what_the_cache_holds() -> None:
+    """A prompt of 20 tokens takes 5 s, but 16 of them are cached: 3 s are enough. Nothing cached: they are not."""
+    engine = make_engine(
+        allocator=PrefixAllocator(), policies=[chosen("admission", Deadline())], prefill_flop_per_s=2 * 10_000 * 20 / 5
+    )
+    reasons = []
+    for first, due_s in ((0, 50.0), (0, 3.0), (100, 3.0)):
+        work = Work(tuple(range(first, first + 20)), 3, labels={"deadline_s": engine._now() + due_s})
+        reasons.append(run(engine, [work]).reason[0, 0])
+    assert reasons == ["length", "length", "refused"]

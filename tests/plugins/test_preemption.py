@@ -199,7 +199,7 @@ def test_a_victim_without_room_on_the_host_is_recomputed_and_the_engine_goes_on(
 def test_an_abort_while_swapped_gives_the_host_blocks_back() -> None:
     engine = make_engine(num_blocks=8, preemption=Swap(), link_bytes_per_s=1e9, scheduler=ChunkedScheduler(watermark=0))
     ids = [engine.submit(tuple(range(i, i + 9)), Work((1,), 20).params()) for i in range(2)]
-    while not engine.state.num_swapped:
+    while not engine.state.swapped():
         engine.step()
     assert engine.state.swap.num_used
     engine.abort(ids[1])
