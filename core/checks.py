@@ -51,6 +51,7 @@ def check_plan(plan: object, state: State, hooks: Any) -> bool:
 def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> None:
     """Each table covers its run without a hole; a block that is written has one owner and cannot be found by its content: raises
     the allocator's ``PolicyError``."""
+    wrong = partial(hooks.policy_error, "reserve")
     refs, kept, size = state.pool.refs, state.pool.kept, state.limits.block_size
     for seq, start, end in runs:
         table = seq.table
@@ -60,24 +61,17 @@ def check_leases(runs: list[Run], state: State, hooks: Any, *, full: bool) -> No
             if refs[block] == 1 and block != HOLE and block not in kept:
                 continue  # most runs: one token into a block of its own
         if len(table) * size < end:
-            raise hooks.policy_error(
-                "reserve",
-                f"left sequence {seq.id} with {len(table)} blocks of {size} tokens, {end} tokens must fit",
-            )
+            raise wrong(f"left sequence {seq.id} with {len(table)} blocks of {size} tokens, {end} tokens must fit")
         if seq.host_blocks:
-            raise hooks.policy_error(
-                "reserve", f"left holes at table indices {sorted(seq.host_blocks)} of sequence {seq.id}"
-            )
+            raise wrong(f"left holes at table indices {sorted(seq.host_blocks)} of sequence {seq.id}")
         for index in range(start // size, (end - 1) // size + 1):
             block = table[index]
             if block == HOLE or refs[block] != 1 or block in kept:
-                owners = "no device block" if block == HOLE else f"block {block}, which has {refs[block]} owners"
-                owners += " and can be found by what it holds" if block in kept else ""
-                raise hooks.policy_error(
-                    "reserve", f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owners}"
-                )
+                found = " and can be found by what it holds" if block in kept else ""
+                owned = "no device block" if block == HOLE else f"block {block}, which has {refs[block]} owners{found}"
+                raise wrong(f"lets sequence {seq.id} write tokens {start}..{end - 1} into {owned}")
     if full:
         try:
             state.check_owners()
         except AssertionError as error:
-            raise hooks.policy_error("reserve", str(error)) from error
+            raise wrong(str(error)) from error
