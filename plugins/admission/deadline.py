@@ -3,7 +3,7 @@ others late.
 
 A request's target is its own ``deadline_s`` or its class's ``slo`` target; without one it is left alone. Late is judged by
 arithmetic on the clock and the cost model: ``now`` + the seconds of its prefill (less what is computed already, by itself or in
-the cache) > ``deadline_s``. The first 512 that wait are judged in a step, so that a long queue costs no more than that.
+the cache) > ``deadline_s``. The first 512 that may stay are judged in a step; those behind them when they come up.
 With ``patience`` the queue ahead is counted too: a request is judged as if it started only after the prefills and answers (by
 ``predictor``) of that share of the work ahead of it had run. 0, the default, waits and sees.
 
@@ -18,7 +18,7 @@ import attrs
 from core.hookspecs import hookimpl
 from core.types import SequenceView, Triage, View
 
-LOOKED_AT = 512  # requests at the head of the queue: those behind them are judged when they come up
+LOOKED_AT = 512  # requests that stay at the head of the queue: those behind them are judged when they come up
 
 
 @attrs.define(eq=False)
@@ -32,9 +32,12 @@ class Deadline:
     def triage(self, view: View) -> Triage | None:
         lost: list[tuple[SequenceView, float]] = []
         now, cost, cached = view.now, view.cost, view.cached_tokens
-        looked_up = view.max_num_seqs if view.finds_prefixes else LOOKED_AT  # of those behind the cache may hold all
+        may_stay = max(LOOKED_AT, view.max_num_seqs)
+        looked_up = view.max_num_seqs if view.finds_prefixes else len(view.waiting)  # behind them all may be cached
         ahead_s = 0.0
-        for i, sequence in enumerate(view.waiting[:LOOKED_AT]):
+        for i, sequence in enumerate(view.waiting):
+            if i - len(lost) == may_stay:
+                break
             deadline = sequence.deadline_s
             if not self.patience and (deadline is None or sequence.demoted):
                 continue

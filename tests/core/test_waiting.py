@@ -268,3 +268,14 @@ def test_admission_by_deadline_counts_what_the_cache_holds() -> None:
         work = Work(tuple(range(first, first + 20)), 3, labels={"deadline_s": engine._now() + due_s})
         reasons.append(run(engine, [work]).reason[0, 0])
     assert reasons == ["length", "length", "refused"]
+
+
+def test_admission_by_deadline_judges_the_head_of_a_long_queue() -> None:
+    """Those that may stay, 512 of them a step; whoever is late among them or before them goes, and none of those starts."""
+    engine = make_engine(policies=[chosen("admission", Deadline())], max_num_seqs=2)
+    for i in range(1500):
+        engine.submit((1, 2, i % 300), SamplingParams(max_tokens=2), deadline_s=1e6 if 600 <= i < 1200 else 0.0)
+    assert sum(o.finish_reason == "refused" for o in engine.step().outputs) == 600
+    while engine.has_work():
+        engine.step()
+    assert engine.metrics.requests == {"finished": 600, "failed": 0, "refused": 900, "aborted": 0}

@@ -13,7 +13,7 @@ from plugins.allocators.paged import PagedAllocator
 from plugins.schedulers.chunked import ChunkedScheduler
 from plugins.schedulers.fair import FairScheduler
 from plugins.schedulers.fcfs import FcfsScheduler
-from plugins.schedulers.packing import Room
+from plugins.schedulers.packing import Room, in_order
 from plugins.schedulers.prefix_aware import PrefixAwareScheduler
 from plugins.schedulers.priority import PriorityScheduler
 from plugins.schedulers.slo import SloScheduler, StepClock
@@ -253,3 +253,23 @@ def test_a_preempted_sequence_waits_until_the_others_can_take_a_step() -> None:
     assert room.missing_blocks(fresh) == 0  # it has all its blocks
     again, _, _ = running_view(blocks=[3, 3, 3], preempted={2: 0})
     assert Room(again, watermark=0).missing_blocks(again.running[2]) == 1  # what those that run take in a step
+
+
+def test_nothing_is_sorted_while_no_row_is_free_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long queue costs priority little, and one who outranks what runs by a level is still found."""
+    sorted_lengths: list[int] = []
+
+    def watched(sequences: Any, key: Any) -> Any:
+        sorted_lengths.append(len(sequences))
+        return in_order(sequences, key)
+
+    monkeypatch.setattr("plugins.schedulers.priority.in_order", watched)
+    engine = make_engine(scheduler=PriorityScheduler(age_s=None), max_num_seqs=2, num_blocks=64)
+    for i in range(50):
+        engine.submit((1, 2, i), Work((1,), 30).params(), priority=i % 4)
+    for _ in range(5):
+        engine.step()
+    assert sorted_lengths == [50, 0, 0, 0, 0]
+    urgent = engine.submit((5, 6), Work((1,), 3).params(), priority=-1)
+    engine.step()
+    assert sorted_lengths[-1] == 49 and urgent in engine.state.running_ids
