@@ -18,7 +18,7 @@ SCHEDULERS = {
     "Twice": (TOKENS, "planned a sequence twice"),
     "Unknown": (TOKENS, "unknown sequence"),
     "Empty": (TOKENS, "empty plan without wait_until"),
-    "Spins": (TOKENS, "it would spin"),
+    "Spins": (TOKENS, "it must be later"),
     "NeverPreempts": (TOKENS, "set may_preempt"),
     "Greedy": ("test_decodes_go_on", "got no token for 41 steps"),
     "NewestFirst": ("test_no_request_starves", "have not ended after 200 steps"),
