@@ -4,6 +4,8 @@
 #include "cpu_ops.h"
 #include "cpu_vector.h"
 
+#include <algorithm>
+
 namespace quire {
 namespace {
 
@@ -66,8 +68,8 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
 // float meets all rows of x. A sum over K is always taken in the same order, so that a row's result does not depend on how
 // many rows it came with.
-constexpr int VECTORS = 2, PANEL = VECTORS * W;  // a panel is two vectors wide
-constexpr int MOST_ROWS = W == 16 ? 12 : 6;      // of x in registers at once, with the panel's row and one broadcast
+constexpr int VECTORS = W == 16 ? 3 : 2, PANEL = VECTORS * W;  // a panel is a few vectors wide
+constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
 
 void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k) {
   for (int64_t first = 0; first < n; first += PANEL, panels += k * PANEL) {
@@ -77,57 +79,102 @@ void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int
   }
 }
 
-constexpr int AHEAD = 256;  // rows of a panel that are fetched before they are needed: 16, 64 and 128 were slower from 8 rows on
+// What is fetched while a panel is multiplied. One pass over the rows: the same panel AHEAD rows on, and then the next one's
+// beginning. More passes: in each an equal part of the next panel, since this one is in the cache from the first pass on.
+constexpr int LINE = W == 4 ? 8 : 16;  // floats from one fetch to the next
+constexpr int64_t AHEAD = W == 16 ? 24 : 256;
+constexpr int FAR = 2;  // into the second-level cache
 
-template <int M>
-void multiply_panel(const float* x, int64_t x_row, const float* panel, int64_t k, const float* bias, bool add, float* out,
-                    int64_t out_row, int64_t columns) {
+struct Fetch {
+  const float *at, *end;
+};
+
+// out[M][columns] (+)= x[M][k] * panel + bias; EACH fetches with every row of the panel
+template <int M, int EACH>
+void multiply_panel(const float* x, int64_t x_row, const Panel& panel, bool add, float* out, int64_t out_row, Fetch fetch) {
   vf sums[M][VECTORS];
   for (int m = 0; m < M; ++m)
     for (int c = 0; c < VECTORS; ++c) sums[m][c] = vf{};
   const float* rows[(M + 2) / 3];  // every third row; the two behind it are at one and two strides
   for (int m = 0; m < M; m += 3) rows[m / 3] = x + m * x_row;
-  for (int64_t i = 0; i < k; ++i, panel += PANEL) {
-    for (int c = 0; c < PANEL; c += 16) __builtin_prefetch(panel + AHEAD * PANEL + c, 0, 2);
+  const float* weights = panel.at;
+  for (int64_t i = 0; i < panel.k; ++i, weights += PANEL) {
+    if (fetch.at < fetch.end) {
+      for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch.at + c * LINE, 0, FAR);
+      fetch.at += EACH * LINE;
+    }
     vf right[VECTORS];
-    for (int c = 0; c < VECTORS; ++c) right[c] = load(panel + c * W);
+    for (int c = 0; c < VECTORS; ++c) right[c] = load(weights + c * W);
     for (int m = 0; m < M; ++m) {
       const vf left = fill(rows[m / 3][(m % 3) * x_row]);
       for (int c = 0; c < VECTORS; ++c) sums[m][c] += left * right[c];
     }
     for (int m = 0; m < M; m += 3) ++rows[m / 3];
   }
+  const float* bias = panel.bias;
   for (int m = 0; m < M; ++m, out += out_row) {
+    if (panel.columns == PANEL) {
+      for (int c = 0; c < PANEL; c += W) {
+        vf line = sums[m][c / W];
+        if (add) line = load(out + c) + line;
+        if (bias) line += load(bias + c);
+        store(out + c, line);
+      }
+      continue;
+    }
     float line[PANEL];
     for (int c = 0; c < VECTORS; ++c) store(line + c * W, sums[m][c]);
-    for (int64_t j = 0; j < columns; ++j) out[j] = (add ? out[j] : 0) + line[j] + (bias ? bias[j] : 0);
+    for (int64_t j = 0; j < panel.columns; ++j) out[j] = (add ? out[j] : 0) + line[j] + (bias ? bias[j] : 0);
   }
 }
 
-template <int M>
-void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* panel, int64_t k, const float* bias, bool add,
-                   float* out, int64_t out_row, int64_t columns) {
+template <int M, int EACH>
+void multiply_rows(int64_t m, const float* x, int64_t x_row, const Panel& panel, bool add, float* out, int64_t out_row,
+                   Fetch fetch) {
   if constexpr (M > 0) {
-    if (m == M) return multiply_panel<M>(x, x_row, panel, k, bias, add, out, out_row, columns);
-    multiply_rows<M - 1>(m, x, x_row, panel, k, bias, add, out, out_row, columns);
+    if (m == M) return multiply_panel<M, EACH>(x, x_row, panel, add, out, out_row, fetch);
+    multiply_rows<M - 1, EACH>(m, x, x_row, panel, add, out, out_row, fetch);
   }
 }
 
 // out[rows][columns of one panel] (+)= x[rows][k] * panel + bias, in equal groups of at most MOST_ROWS rows
-void linear(const float* x, int64_t x_row, int64_t rows, const float* panel, int64_t k, const float* bias, bool add,
-            float* out, int64_t out_row, int64_t columns) {
-  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
+void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
+  constexpr int WHOLE = PANEL / LINE;
+  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, floats = panel.k * PANEL;
+  if (groups == 1) {
+    const bool goes_on = panel.next == panel.at + floats;
+    const Fetch fetch = {panel.at + AHEAD * PANEL, panel.at + floats + (goes_on ? AHEAD * PANEL : 0)};
+    return multiply_rows<MOST_ROWS, WHOLE>(rows, x, x_row, panel, add, out, out_row, fetch);
+  }
+  const int64_t part = (floats / LINE + groups - 1) / groups * LINE;
   for (int64_t g = 0, done = 0; g < groups; ++g) {
     const int64_t m = (rows - done + groups - g - 1) / (groups - g);
-    multiply_rows<MOST_ROWS>(m, x + done * x_row, x_row, panel, k, bias, add, out + done * out_row, out_row, columns);
+    Fetch fetch = {nullptr, nullptr};
+    if (panel.next) fetch = {panel.next + std::min(floats, g * part), panel.next + std::min(floats, (g + 1) * part)};
+    const auto run = groups >= WHOLE ? multiply_rows<MOST_ROWS, 1> : multiply_rows<MOST_ROWS, (WHOLE + 1) / 2>;
+    run(m, x + done * x_row, x_row, panel, add, out + done * out_row, out_row, fetch);
     done += m;
   }
+}
+
+// ------------------------------------------------------------------------------------------------ memory
+
+double add_up(const float* x, int64_t count) {
+  vf sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= count; i += 4 * W) {
+    for (int c = 0; c < 4 * W; c += LINE) __builtin_prefetch(x + i + 512 + c, 0, FAR);
+    for (int c = 0; c < 4; ++c) sums[c] += load(x + i + c * W);
+  }
+  double total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < count; ++i) total += x[i];
+  return total;
 }
 
 }  // namespace
 
 const LayerFunctions& QUIRE_JOIN(layers_, QUIRE_ISA)() {
-  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate};
+  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate, add_up};
   return all;
 }
 
