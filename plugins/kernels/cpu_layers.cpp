@@ -5,6 +5,7 @@
 #include "cpu_vector.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace quire {
 namespace {
@@ -66,7 +67,6 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 // ------------------------------------------------------------------------------------------------ linear layers
 
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
-// float meets all rows of x. A sum over K is always taken in the same order, so that a row's result does not depend on how
 // many rows it came with.
 constexpr int VECTORS = W == 16 ? 3 : 2, PANEL = VECTORS * W;  // a panel is a few vectors wide
 constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
@@ -79,82 +79,74 @@ void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int
   }
 }
 
-// What is fetched while a panel is multiplied. One pass over the rows: the same panel AHEAD rows on, and then the next one's
-// beginning. More passes: in each an equal part of the next panel, since this one is in the cache from the first pass on.
+// Where x has more rows than fit into registers, a panel is multiplied chunk by chunk, all rows with each: the first rows
+// read the chunk from memory, the others find it in the first-level cache, and meanwhile the next chunk is fetched, a part
+// with each row of weights, so that memory and arithmetic overlap. Few rows read a panel once, and fetch AHEAD rows on.
+constexpr int64_t CHUNK = W == 16 ? 64 : 256, AHEAD = W == 16 ? 24 : 256;  // rows of a panel
 constexpr int LINE = W == 4 ? 8 : 16;  // floats from one fetch to the next
-constexpr int64_t AHEAD = W == 16 ? 24 : 256;
-constexpr int FAR = 2;  // into the second-level cache
+constexpr int FAR = 2;                 // fetches go into the second-level cache
 
-struct Fetch {
-  const float *at, *end;
-};
-
-// out[M][columns] (+)= x[M][k] * panel + bias; EACH fetches with every row of the panel
+// sums[M][PANEL] (+)= x[M][k] * weights[k][PANEL]; fetches EACH lines of [fetch, end) with every row of the weights
 template <int M, int EACH>
-void multiply_panel(const float* x, int64_t x_row, const Panel& panel, bool add, float* out, int64_t out_row, Fetch fetch) {
-  vf sums[M][VECTORS];
+void multiply_chunk(const float* x, int64_t x_row, const float* weights, int64_t k, bool first, float* sums,
+                    const float* fetch, const float* end) {
+  vf s[M][VECTORS];
   for (int m = 0; m < M; ++m)
-    for (int c = 0; c < VECTORS; ++c) sums[m][c] = vf{};
+    for (int c = 0; c < VECTORS; ++c) s[m][c] = first ? vf{} : load(sums + m * PANEL + c * W);
   const float* rows[(M + 2) / 3];  // every third row; the two behind it are at one and two strides
   for (int m = 0; m < M; m += 3) rows[m / 3] = x + m * x_row;
-  const float* weights = panel.at;
-  for (int64_t i = 0; i < panel.k; ++i, weights += PANEL) {
-    if (fetch.at < fetch.end) {
-      for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch.at + c * LINE, 0, FAR);
-      fetch.at += EACH * LINE;
+  for (int64_t i = 0; i < k; ++i, weights += PANEL) {
+    if (fetch < end) {
+      for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch + c * LINE, 0, FAR);
+      fetch += EACH * LINE;
     }
     vf right[VECTORS];
     for (int c = 0; c < VECTORS; ++c) right[c] = load(weights + c * W);
     for (int m = 0; m < M; ++m) {
       const vf left = fill(rows[m / 3][(m % 3) * x_row]);
-      for (int c = 0; c < VECTORS; ++c) sums[m][c] += left * right[c];
+      for (int c = 0; c < VECTORS; ++c) s[m][c] += left * right[c];
     }
     for (int m = 0; m < M; m += 3) ++rows[m / 3];
   }
-  const float* bias = panel.bias;
-  for (int m = 0; m < M; ++m, out += out_row) {
-    if (panel.columns == PANEL) {
-      for (int c = 0; c < PANEL; c += W) {
-        vf line = sums[m][c / W];
-        if (add) line = load(out + c) + line;
-        if (bias) line += load(bias + c);
-        store(out + c, line);
-      }
-      continue;
-    }
-    float line[PANEL];
-    for (int c = 0; c < VECTORS; ++c) store(line + c * W, sums[m][c]);
-    for (int64_t j = 0; j < panel.columns; ++j) out[j] = (add ? out[j] : 0) + line[j] + (bias ? bias[j] : 0);
-  }
+  for (int m = 0; m < M; ++m)
+    for (int c = 0; c < VECTORS; ++c) store(sums + m * PANEL + c * W, s[m][c]);
 }
 
 template <int M, int EACH>
-void multiply_rows(int64_t m, const float* x, int64_t x_row, const Panel& panel, bool add, float* out, int64_t out_row,
-                   Fetch fetch) {
+void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* weights, int64_t k, bool first, float* sums,
+                   const float* fetch, const float* end) {
   if constexpr (M > 0) {
-    if (m == M) return multiply_panel<M, EACH>(x, x_row, panel, add, out, out_row, fetch);
-    multiply_rows<M - 1, EACH>(m, x, x_row, panel, add, out, out_row, fetch);
+    if (m == M) return multiply_chunk<M, EACH>(x, x_row, weights, k, first, sums, fetch, end);
+    multiply_rows<M - 1, EACH>(m, x, x_row, weights, k, first, sums, fetch, end);
   }
 }
 
 // out[rows][columns of one panel] (+)= x[rows][k] * panel + bias, in equal groups of at most MOST_ROWS rows
 void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
-  constexpr int WHOLE = PANEL / LINE;
-  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, floats = panel.k * PANEL;
-  if (groups == 1) {
-    const bool goes_on = panel.next == panel.at + floats;
-    const Fetch fetch = {panel.at + AHEAD * PANEL, panel.at + floats + (goes_on ? AHEAD * PANEL : 0)};
-    return multiply_rows<MOST_ROWS, WHOLE>(rows, x, x_row, panel, add, out, out_row, fetch);
+  constexpr int WHOLE = PANEL / LINE;  // lines in a row of the panel
+  thread_local std::vector<float> room;
+  if (int64_t(room.size()) < rows * PANEL + LINE) room.resize(rows * PANEL + LINE);
+  float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;
+  const auto run = groups == 1 ? multiply_rows<MOST_ROWS, WHOLE>
+                   : groups < WHOLE ? multiply_rows<MOST_ROWS, (WHOLE + 1) / 2> : multiply_rows<MOST_ROWS, 1>;
+  const bool goes_on = panel.next == panel.at + k * PANEL;
+  const int64_t chunk = groups == 1 ? k : CHUNK;
+  for (int64_t begin = 0; begin < k; begin += chunk) {
+    const int64_t count = std::min(chunk, k - begin), left = k - begin - count;
+    const float *weights = panel.at + begin * PANEL, *fetch = weights + (groups == 1 ? AHEAD : count) * PANEL;
+    int64_t lines = std::min(chunk, left ? left : goes_on ? k : 0) * PANEL / LINE;
+    if (groups == 1) lines = std::max<int64_t>(0, k - (goes_on ? 0 : AHEAD)) * PANEL / LINE;
+    for (int64_t g = 0, done = 0; g < groups; ++g) {
+      const int64_t m = (rows - done + groups - g - 1) / (groups - g);
+      run(m, x + done * x_row + begin, x_row, weights, count, begin == 0, sums + done * PANEL,
+          fetch + lines * g / groups * LINE, fetch + lines * (g + 1) / groups * LINE);
+      done += m;
+    }
   }
-  const int64_t part = (floats / LINE + groups - 1) / groups * LINE;
-  for (int64_t g = 0, done = 0; g < groups; ++g) {
-    const int64_t m = (rows - done + groups - g - 1) / (groups - g);
-    Fetch fetch = {nullptr, nullptr};
-    if (panel.next) fetch = {panel.next + std::min(floats, g * part), panel.next + std::min(floats, (g + 1) * part)};
-    const auto run = groups >= WHOLE ? multiply_rows<MOST_ROWS, 1> : multiply_rows<MOST_ROWS, (WHOLE + 1) / 2>;
-    run(m, x + done * x_row, x_row, panel, add, out + done * out_row, out_row, fetch);
-    done += m;
-  }
+  for (int64_t r = 0; r < rows; ++r, out += out_row, sums += PANEL)
+    for (int64_t j = 0; j < panel.columns; ++j)
+      out[j] = (add ? out[j] : 0) + sums[j] + (panel.bias ? panel.bias[j] : 0);
 }
 
 // ------------------------------------------------------------------------------------------------ memory

@@ -142,7 +142,7 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   const Store written = {k.const_data_ptr<float>(), v.const_data_ptr<float>(), k.stride(0),  k.stride(1),
                          v.stride(0),               v.stride(1),               slots.const_data_ptr<int32_t>()};
   const int64_t pieces = (tokens + 31) / 32;
-  share(pieces, tokens * kv_heads * dim, [&](int64_t i) {
+  share(pieces, tokens * kv_heads * dim, [&](int64_t i, int64_t) {
     run.store(layer, written, i * 32, std::min(tokens, i * 32 + 32));
   });
 
@@ -157,11 +157,13 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   if (parts > num_waiting) waiting.reset(new std::atomic<int>[num_waiting = parts]);
   for (int64_t i = 0; i < count; ++i)
     if (item[i].part >= 0) waiting[item[i].first_part].store(item[i].num_parts, std::memory_order_relaxed);
-  share(count, floats, [&](int64_t i) {
+  const auto is_decode = [&](const Item& one) {
+    return layer.query_start[one.sequence + 1] - layer.query_start[one.sequence] == 1;
+  };
+  share(count, floats, [&](int64_t i, int64_t next) {
     const Item& one = item[i];
-    if (one.query_end - one.query_begin > 1) return run.prefill(layer, one);
-    if (layer.query_start[one.sequence + 1] - layer.query_start[one.sequence] > 1) return run.prefill(layer, one);
-    run.decode(layer, one);
+    if (!is_decode(one)) return run.prefill(layer, one);
+    run.decode(layer, one, next >= 0 && is_decode(item[next]) ? item + next : nullptr);
     if (one.part >= 0 && waiting[one.first_part].fetch_sub(1, std::memory_order_acq_rel) == 1) run.merge(layer, one);
   });
 }
@@ -287,7 +289,7 @@ void pack(const at::Tensor& weight, const at::Tensor& out) {
   const auto* from = weight.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
   const int64_t row = weight.stride(0);
-  share(out.size(0), n * k, [&](int64_t i) {
+  share(out.size(0), n * k, [&](int64_t i, int64_t) {
     layers->pack(from + i * panel * row, row, to + i * panel * k, std::min(panel, n - i * panel), k);
   });
 }

@@ -46,7 +46,7 @@ struct Store {
 struct AttentionFunctions {
   int lanes;  // floats in a vector
   void (*store)(const Layer&, const Store&, int64_t begin, int64_t end);
-  void (*decode)(const Layer&, const Item&);
+  void (*decode)(const Layer&, const Item&, const Item* following);  // following: this thread's next, or null
   void (*prefill)(const Layer&, const Item&);
   void (*merge)(const Layer&, const Item&);
 };

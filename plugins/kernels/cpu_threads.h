@@ -27,12 +27,16 @@ template <class Body> void together(int64_t members, const Body& body) {
   });
 }
 
-// Runs work(i) for i in [0, count) on all threads, each taking the next one when it is free: a thread that lost its core
-// for a while does less, and nobody waits for a share that was dealt out in advance.
+// Runs work(i, next) for i in [0, count) on all threads, each taking another one when it begins with the one before (`next`,
+// -1 if there is none): a thread that lost its core for a while does less, and what comes next can be fetched ahead.
 template <class Work> void share(int64_t count, int64_t floats, const Work& work) {
   std::atomic<int64_t> next{0};
   together(std::min(threads_for(floats), count), [&](int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    const auto take = [&] { return next.fetch_add(1, std::memory_order_relaxed); };
+    for (int64_t i = take(), then; i < count; i = then) {
+      then = take();
+      work(i, then < count ? then : int64_t(-1));
+    }
   });
 }
 
