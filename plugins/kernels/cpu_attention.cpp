@@ -187,19 +187,15 @@ template <class E> void decode_item(const Layer& c, const Item& item, const Item
     const int count = std::min(tile, item.key_end - begin);
     int after = std::min(tile, item.key_end - begin - count), next_heads = num_heads;
     int64_t next_k = first_k;
-    if (begin == item.key_begin) {
-      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin, count, round_up(count, 4), keys);
-    } else {
-      std::memcpy(keys, next, sizeof keys);
-    }
+    rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin, count, round_up(count, 4), keys);
     rows_of(v_cache, c.v_block, c.v_slot, table, c.block_size, begin, count, count, values);
     if (after) {
-      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, round_up(after, 4), next);
+      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, after, next);
     } else if (following) {
       after = std::min(tile_of(*following), following->key_end - following->key_begin);
       next_k = following->head_begin * c.k_head, next_heads = following->head_end - following->head_begin;
-      rows_of(k_cache, c.k_block, c.k_slot, c.tables + following->sequence * c.table_stride, c.block_size,
-              following->key_begin, after, after, next);
+      const int32_t* theirs = c.tables + following->sequence * c.table_stride;
+      rows_of(k_cache, c.k_block, c.k_slot, theirs, c.block_size, following->key_begin, after, after, next);
     }
     // the values are fetched while the keys are multiplied, the next keys while the values are summed
     Ahead<E> to_sum{values, first_v, c.v_head, num_heads, count}, none{values, 0, 0, 0, 0};

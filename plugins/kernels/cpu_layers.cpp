@@ -125,7 +125,7 @@ void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* weight
 void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
   constexpr int WHOLE = PANEL / LINE;  // lines in a row of the panel
   thread_local std::vector<float> room;
-  if (int64_t(room.size()) < rows * PANEL + LINE) room.resize(rows * PANEL + LINE);
+  if (int64_t(room.size()) < rows * PANEL + 16) room.resize(rows * PANEL + 16);  // and what aligns it to a line
   float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;
   const auto run = groups == 1 ? multiply_rows<MOST_ROWS, WHOLE>

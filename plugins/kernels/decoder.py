@@ -154,7 +154,7 @@ class Decoder(torch.nn.Module):
             for joint in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 joint.pack(chooser)
         self.head.pack(chooser)
-        self.fused = isinstance(self.operators, CpuOperators) and all([layer.fuse() for layer in self.blocks])
+        self.fused = isinstance(self.operators, CpuOperators) and all(layer.fuse() for layer in self.blocks)
 
     def _room(self, name: str, rows: int, width: int) -> torch.Tensor:
         """[rows, width], uninitialised; the same memory in every layer and step."""
