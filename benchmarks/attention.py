@@ -18,8 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.timing import add_arguments, ratio, set_up, take_turns
-from core.hugepages import huge_empty
+from benchmarks.timing import add_arguments, full_memory, ratio, read_of, set_up, take_turns
 from core.kernel import AttentionKernel, LayerInfo
 from core.types import Batch
 
@@ -112,9 +111,9 @@ def main() -> None:
     set_up(args)
     sizes = list(dict.fromkeys([args.block_size, *args.block_sizes]))
     tokens = args.sequences * max(-(-args.context // size) * size for size in [*sizes, args.context])
-    memory = huge_empty((tokens * args.layers * 2 * args.kv_heads * args.head_dim,), torch.float32).fill_(0.01)
+    memory = full_memory(tokens * args.layers * 2 * args.kv_heads * args.head_dim)
     used = memory[: args.sequences * args.context * args.layers * 2 * args.kv_heads * args.head_dim]
-    runs: dict[str, Callable[[], object]] = {"read": used.sum}
+    runs: dict[str, Callable[[], object]] = {"read": read_of(used)}
     runs["contiguous"] = attention_run(args, memory, args.kernel, args.context, False)
     for size in sizes:
         runs[f"paged {size}"] = attention_run(args, memory, args.kernel, size, True)

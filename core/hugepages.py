@@ -33,12 +33,13 @@ def ask_for_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def huge_empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor that begins on a large page where it is large enough to fill one."""
+    """An uninitialised CPU tensor that begins on a large page, and has its last one to itself, where it fills at least half of one."""
     count = 1
     for size in shape:
         count *= size
-    if count * dtype.itemsize < HUGE:
+    size = count * dtype.itemsize
+    if size < HUGE // 2:
         return torch.empty(shape, dtype=dtype)
-    room = ask_for_huge_pages(torch.empty(count * dtype.itemsize + HUGE, dtype=torch.uint8))
+    room = ask_for_huge_pages(torch.empty(-(-size // HUGE) * HUGE + HUGE, dtype=torch.uint8))
     skip = -room.data_ptr() % HUGE
-    return room[skip : skip + count * dtype.itemsize].view(dtype).view(shape)
+    return room[skip : skip + size].view(dtype).view(shape)

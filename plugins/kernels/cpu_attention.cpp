@@ -155,7 +155,14 @@ void soften(float* scores, int rows, int count, float soft_cap, float* most, flo
   }
 }
 
-template <class E> void decode_item(const Layer& c, const Item& item) {
+// Keys in an item's tiles: equal ones, so that the last is not too short to fetch what follows.
+int tile_of(const Item& item) {
+  const int keys = item.key_end - item.key_begin, tiles = (keys + KEYS - 1) / KEYS;
+  return round_up((keys + tiles - 1) / tiles, 4);
+}
+
+// `following`: the item that this thread takes next, or null; its first keys are fetched with this one's last values.
+template <class E> void decode_item(const Layer& c, const Item& item, const Item* following) {
   const int group = c.heads / c.kv_heads, num_heads = item.head_end - item.head_begin, rows = num_heads * group;
   const int dim = c.dim, wide = round_up(dim, W), first_row = item.head_begin * group;
   float* q = scratch(0, size_t(rows) * wide);
@@ -174,19 +181,23 @@ template <class E> void decode_item(const Layer& c, const Item& item) {
   const int32_t* table = c.tables + item.sequence * c.table_stride;
   const E *k_cache = static_cast<const E*>(c.k_cache), *v_cache = static_cast<const E*>(c.v_cache);
   const E *keys[KEYS], *values[KEYS], *next[KEYS];
-  for (int begin = item.key_begin; begin < item.key_end; begin += KEYS) {
-    const int count = std::min(KEYS, item.key_end - begin), after = std::min(KEYS, item.key_end - begin - count);
-    if (begin == item.key_begin) {
-      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin, count, round_up(count, 4), keys);
-    } else {
-      std::memcpy(keys, next, sizeof keys);
-    }
+  const int64_t first_k = item.head_begin * c.k_head, first_v = item.head_begin * c.v_head;
+  const int tile = tile_of(item);
+  for (int begin = item.key_begin; begin < item.key_end; begin += tile) {
+    const int count = std::min(tile, item.key_end - begin);
+    int after = std::min(tile, item.key_end - begin - count), next_heads = num_heads;
+    int64_t next_k = first_k;
+    rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin, count, round_up(count, 4), keys);
     rows_of(v_cache, c.v_block, c.v_slot, table, c.block_size, begin, count, count, values);
     if (after) {
-      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, round_up(after, 4), next);
+      rows_of(k_cache, c.k_block, c.k_slot, table, c.block_size, begin + count, after, after, next);
+    } else if (following) {
+      after = std::min(tile_of(*following), following->key_end - following->key_begin);
+      next_k = following->head_begin * c.k_head, next_heads = following->head_end - following->head_begin;
+      const int32_t* theirs = c.tables + following->sequence * c.table_stride;
+      rows_of(k_cache, c.k_block, c.k_slot, theirs, c.block_size, following->key_begin, after, after, next);
     }
     // the values are fetched while the keys are multiplied, the next keys while the values are summed
-    const int64_t first_k = item.head_begin * c.k_head, first_v = item.head_begin * c.v_head;
     Ahead<E> to_sum{values, first_v, c.v_head, num_heads, count}, none{values, 0, 0, 0, 0};
     for (int t = 0; t < count; t += 4) {
       for (int h = 0; h < num_heads; ++h) {
@@ -205,7 +216,7 @@ template <class E> void decode_item(const Layer& c, const Item& item) {
     soften<KEYS>(scores, rows, count, c.soft_cap, most, total, keep);
     for (int h = 0; h < num_heads; ++h) {
       const int taken = h * count;
-      const Ahead<E> to_score{next, first_k, c.k_head, num_heads, after, taken / num_heads, taken % num_heads};
+      const Ahead<E> to_score{next, next_k, c.k_head, next_heads, after, taken / next_heads, taken % next_heads};
       for (int g = 0; g < group;) {
         const int r = h * group + g, left = group - g;
         const Ahead<E>& ahead = g ? none : to_score;
@@ -369,8 +380,8 @@ template <class E> void store_rows(const Layer& c, const Store& s, int64_t begin
 void store_any(const Layer& c, const Store& s, int64_t begin, int64_t end) {
   c.half ? store_rows<bf16>(c, s, begin, end) : store_rows<float>(c, s, begin, end);
 }
-void decode_any(const Layer& c, const Item& item) {
-  c.half ? decode_item<bf16>(c, item) : decode_item<float>(c, item);
+void decode_any(const Layer& c, const Item& item, const Item* following) {
+  c.half ? decode_item<bf16>(c, item, following) : decode_item<float>(c, item, following);
 }
 void prefill_any(const Layer& c, const Item& item) {
   c.half ? prefill_item<bf16>(c, item) : prefill_item<float>(c, item);

@@ -28,7 +28,7 @@ from core.fetch import cache_dir
 
 LOG = logging.getLogger(__name__)
 HERE = Path(__file__).resolve().parent
-HEADERS = ("cpu_ops.h", "cpu_vector.h")
+HEADERS = ("cpu_ops.h", "cpu_threads.h", "cpu_vector.h")
 ARITHMETIC = ("cpu_attention", "cpu_layers")
 COMPILERS = ("c++", "g++", "clang++")
 INSTRUCTIONS = ("auto", "avx512", "avx2", "generic")

@@ -4,6 +4,9 @@
 #include "cpu_ops.h"
 #include "cpu_vector.h"
 
+#include <algorithm>
+#include <vector>
+
 namespace quire {
 namespace {
 
@@ -64,10 +67,9 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 // ------------------------------------------------------------------------------------------------ linear layers
 
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
-// float meets all rows of x. A sum over K is always taken in the same order, so that a row's result does not depend on how
 // many rows it came with.
-constexpr int VECTORS = 2, PANEL = VECTORS * W;  // a panel is two vectors wide
-constexpr int MOST_ROWS = W == 16 ? 12 : 6;      // of x in registers at once, with the panel's row and one broadcast
+constexpr int VECTORS = W == 16 ? 3 : 2, PANEL = VECTORS * W;  // a panel is a few vectors wide
+constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
 
 void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k) {
   for (int64_t first = 0; first < n; first += PANEL, panels += k * PANEL) {
@@ -77,57 +79,94 @@ void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int
   }
 }
 
-constexpr int AHEAD = 256;  // rows of a panel that are fetched before they are needed: 16, 64 and 128 were slower from 8 rows on
+// Where x has more rows than fit into registers, a panel is multiplied chunk by chunk, all rows with each: the first rows
+// read the chunk from memory, the others find it in the first-level cache, and meanwhile the next chunk is fetched, a part
+// with each row of weights, so that memory and arithmetic overlap. Few rows read a panel once, and fetch AHEAD rows on.
+constexpr int64_t CHUNK = W == 16 ? 64 : 256, AHEAD = W == 16 ? 24 : 256;  // rows of a panel
+constexpr int LINE = W == 4 ? 8 : 16;  // floats from one fetch to the next
+constexpr int FAR = 2;                 // fetches go into the second-level cache
 
-template <int M>
-void multiply_panel(const float* x, int64_t x_row, const float* panel, int64_t k, const float* bias, bool add, float* out,
-                    int64_t out_row, int64_t columns) {
-  vf sums[M][VECTORS];
+// sums[M][PANEL] (+)= x[M][k] * weights[k][PANEL]; fetches EACH lines of [fetch, end) with every row of the weights
+template <int M, int EACH>
+void multiply_chunk(const float* x, int64_t x_row, const float* weights, int64_t k, bool first, float* sums,
+                    const float* fetch, const float* end) {
+  vf s[M][VECTORS];
   for (int m = 0; m < M; ++m)
-    for (int c = 0; c < VECTORS; ++c) sums[m][c] = vf{};
+    for (int c = 0; c < VECTORS; ++c) s[m][c] = first ? vf{} : load(sums + m * PANEL + c * W);
   const float* rows[(M + 2) / 3];  // every third row; the two behind it are at one and two strides
   for (int m = 0; m < M; m += 3) rows[m / 3] = x + m * x_row;
-  for (int64_t i = 0; i < k; ++i, panel += PANEL) {
-    for (int c = 0; c < PANEL; c += 16) __builtin_prefetch(panel + AHEAD * PANEL + c, 0, 2);
+  for (int64_t i = 0; i < k; ++i, weights += PANEL) {
+    if (fetch < end) {
+      for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch + c * LINE, 0, FAR);
+      fetch += EACH * LINE;
+    }
     vf right[VECTORS];
-    for (int c = 0; c < VECTORS; ++c) right[c] = load(panel + c * W);
+    for (int c = 0; c < VECTORS; ++c) right[c] = load(weights + c * W);
     for (int m = 0; m < M; ++m) {
       const vf left = fill(rows[m / 3][(m % 3) * x_row]);
-      for (int c = 0; c < VECTORS; ++c) sums[m][c] += left * right[c];
+      for (int c = 0; c < VECTORS; ++c) s[m][c] += left * right[c];
     }
     for (int m = 0; m < M; m += 3) ++rows[m / 3];
   }
-  for (int m = 0; m < M; ++m, out += out_row) {
-    float line[PANEL];
-    for (int c = 0; c < VECTORS; ++c) store(line + c * W, sums[m][c]);
-    for (int64_t j = 0; j < columns; ++j) out[j] = (add ? out[j] : 0) + line[j] + (bias ? bias[j] : 0);
-  }
+  for (int m = 0; m < M; ++m)
+    for (int c = 0; c < VECTORS; ++c) store(sums + m * PANEL + c * W, s[m][c]);
 }
 
-template <int M>
-void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* panel, int64_t k, const float* bias, bool add,
-                   float* out, int64_t out_row, int64_t columns) {
+template <int M, int EACH>
+void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* weights, int64_t k, bool first, float* sums,
+                   const float* fetch, const float* end) {
   if constexpr (M > 0) {
-    if (m == M) return multiply_panel<M>(x, x_row, panel, k, bias, add, out, out_row, columns);
-    multiply_rows<M - 1>(m, x, x_row, panel, k, bias, add, out, out_row, columns);
+    if (m == M) return multiply_chunk<M, EACH>(x, x_row, weights, k, first, sums, fetch, end);
+    multiply_rows<M - 1, EACH>(m, x, x_row, weights, k, first, sums, fetch, end);
   }
 }
 
 // out[rows][columns of one panel] (+)= x[rows][k] * panel + bias, in equal groups of at most MOST_ROWS rows
-void linear(const float* x, int64_t x_row, int64_t rows, const float* panel, int64_t k, const float* bias, bool add,
-            float* out, int64_t out_row, int64_t columns) {
-  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS;
-  for (int64_t g = 0, done = 0; g < groups; ++g) {
-    const int64_t m = (rows - done + groups - g - 1) / (groups - g);
-    multiply_rows<MOST_ROWS>(m, x + done * x_row, x_row, panel, k, bias, add, out + done * out_row, out_row, columns);
-    done += m;
+void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
+  constexpr int WHOLE = PANEL / LINE;  // lines in a row of the panel
+  thread_local std::vector<float> room;
+  if (int64_t(room.size()) < rows * PANEL + 16) room.resize(rows * PANEL + 16);  // and what aligns it to a line
+  float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;
+  const auto run = groups == 1 ? multiply_rows<MOST_ROWS, WHOLE>
+                   : groups < WHOLE ? multiply_rows<MOST_ROWS, (WHOLE + 1) / 2> : multiply_rows<MOST_ROWS, 1>;
+  const bool goes_on = panel.next == panel.at + k * PANEL;
+  const int64_t chunk = groups == 1 ? k : CHUNK;
+  for (int64_t begin = 0; begin < k; begin += chunk) {
+    const int64_t count = std::min(chunk, k - begin), left = k - begin - count;
+    const float *weights = panel.at + begin * PANEL, *fetch = weights + (groups == 1 ? AHEAD : count) * PANEL;
+    int64_t lines = std::min(chunk, left ? left : goes_on ? k : 0) * PANEL / LINE;
+    if (groups == 1) lines = std::max<int64_t>(0, k - (goes_on ? 0 : AHEAD)) * PANEL / LINE;
+    for (int64_t g = 0, done = 0; g < groups; ++g) {
+      const int64_t m = (rows - done + groups - g - 1) / (groups - g);
+      run(m, x + done * x_row + begin, x_row, weights, count, begin == 0, sums + done * PANEL,
+          fetch + lines * g / groups * LINE, fetch + lines * (g + 1) / groups * LINE);
+      done += m;
+    }
   }
+  for (int64_t r = 0; r < rows; ++r, out += out_row, sums += PANEL)
+    for (int64_t j = 0; j < panel.columns; ++j)
+      out[j] = (add ? out[j] : 0) + sums[j] + (panel.bias ? panel.bias[j] : 0);
+}
+
+// ------------------------------------------------------------------------------------------------ memory
+
+double add_up(const float* x, int64_t count) {
+  vf sums[4] = {};
+  int64_t i = 0;
+  for (; i + 4 * W <= count; i += 4 * W) {
+    for (int c = 0; c < 4 * W; c += LINE) __builtin_prefetch(x + i + 512 + c, 0, FAR);
+    for (int c = 0; c < 4; ++c) sums[c] += load(x + i + c * W);
+  }
+  double total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (; i < count; ++i) total += x[i];
+  return total;
 }
 
 }  // namespace
 
 const LayerFunctions& QUIRE_JOIN(layers_, QUIRE_ISA)() {
-  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate};
+  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate, add_up};
   return all;
 }
 

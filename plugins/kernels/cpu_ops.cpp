@@ -2,8 +2,8 @@
 // cpu_attention.cpp and cpu_layers.cpp; which build of it runs is chosen once, by what this processor has.
 
 #include "cpu_ops.h"
+#include "cpu_threads.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -22,7 +22,6 @@ const LayerFunctions* layers = &layers_generic();
 
 constexpr int64_t PART_KEYS = 256;      // keys in one decode item, about; a longer sequence is cut into equal parts
 constexpr int64_t PREFILL_ROWS = 128;   // query rows (tokens x heads of a group) in one prefill item
-constexpr int64_t WORTH_THREADS = 16384;  // floats touched below which waking threads costs more than it saves
 
 // "auto" takes the widest that this processor runs; gives the name taken. Head sizes that do not fill a vector take the next.
 std::string use_instructions(const std::string& name) {
@@ -44,20 +43,6 @@ const AttentionFunctions& fitting(int64_t dim) {
   if (chosen->lanes == 16 && dim % 16) return attention_avx2();
 #endif
   return *chosen;
-}
-
-// Runs work(i) for i in [0, count) on all threads, each taking the next one when it is free: a thread that lost its core
-// for a while does less, and nobody waits for a share that was dealt out in advance.
-template <class Work> void share(int64_t count, int64_t floats, const Work& work) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  if (threads <= 1 || floats < WORTH_THREADS) {
-    for (int64_t i = 0; i < count; ++i) work(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
-  });
 }
 
 void check_index(const at::Tensor& x, int64_t dims, const char* name) {
@@ -157,7 +142,7 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   const Store written = {k.const_data_ptr<float>(), v.const_data_ptr<float>(), k.stride(0),  k.stride(1),
                          v.stride(0),               v.stride(1),               slots.const_data_ptr<int32_t>()};
   const int64_t pieces = (tokens + 31) / 32;
-  share(pieces, tokens * kv_heads * dim, [&](int64_t i) {
+  share(pieces, tokens * kv_heads * dim, [&](int64_t i, int64_t) {
     run.store(layer, written, i * 32, std::min(tokens, i * 32 + 32));
   });
 
@@ -172,33 +157,125 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   if (parts > num_waiting) waiting.reset(new std::atomic<int>[num_waiting = parts]);
   for (int64_t i = 0; i < count; ++i)
     if (item[i].part >= 0) waiting[item[i].first_part].store(item[i].num_parts, std::memory_order_relaxed);
-  share(count, floats, [&](int64_t i) {
+  const auto is_decode = [&](const Item& one) {
+    return layer.query_start[one.sequence + 1] - layer.query_start[one.sequence] == 1;
+  };
+  share(count, floats, [&](int64_t i, int64_t next) {
     const Item& one = item[i];
-    if (one.query_end - one.query_begin > 1) return run.prefill(layer, one);
-    if (layer.query_start[one.sequence + 1] - layer.query_start[one.sequence] > 1) return run.prefill(layer, one);
-    run.decode(layer, one);
+    if (!is_decode(one)) return run.prefill(layer, one);
+    run.decode(layer, one, next >= 0 && is_decode(item[next]) ? item + next : nullptr);
     if (one.part >= 0 && waiting[one.first_part].fetch_sub(1, std::memory_order_acq_rel) == 1) run.merge(layer, one);
   });
 }
 
-// ------------------------------------------------------------------------------------------------ small operations
+// ------------------------------------------------------------------------------------------------ decoder layers
 
-template <class Work> void share_rows(int64_t rows, int64_t width, const Work& work) {
-  const int64_t each = std::max<int64_t>(1, WORTH_THREADS / std::max<int64_t>(1, width));
-  const int64_t pieces = (rows + each - 1) / each;
-  share(pieces, rows * width, [&](int64_t i) { work(i * each, std::min(rows, i * each + each)); });
+constexpr int64_t PIECE = 4096;  // floats in a piece of a small operation
+
+// work(begin, end) for pieces of the rows; `width` floats are touched in each
+template <class Work> Step by_rows(int64_t rows, int64_t width, const Work& work) {
+  const int64_t each = std::max<int64_t>(1, PIECE / std::max<int64_t>(1, width));
+  return {(rows + each - 1) / each, rows * width,
+          [=](int64_t i, int64_t) { work(i * each, std::min(rows, i * each + each)); }};
 }
 
 // out = x / rms(x) * weight; the rows of x may lie apart.
-void norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
+Step norm_step(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
   check_float(x, 2, "x"), check_float(out, 2, "out"), check_float(weight, 1, "weight");
   const int64_t rows = x.size(0), width = x.size(1), x_row = x.stride(0);
   TORCH_CHECK(out.sizes() == x.sizes() && out.is_contiguous() && weight.size(0) == width, "norm: shapes differ");
   const auto *from = x.const_data_ptr<float>(), *scale = weight.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
-  share_rows(rows, width, [&](int64_t a, int64_t b) {
+  return by_rows(rows, width, [=](int64_t a, int64_t b) {
     layers->norm(from + a * x_row, x_row, scale, float(eps), to + a * width, b - a, width);
   });
+}
+
+// out [T, N] (+)= x [T, K] * panels + bias
+Step linear_step(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
+                 const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(panels, 3, "panels"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), width = layers->panel;
+  TORCH_CHECK(panels.size(1) == k && panels.size(2) == width && panels.size(0) == (n + width - 1) / width &&
+                  out.size(0) == rows && panels.is_contiguous() && (!bias || bias->size(0) == n),
+              "linear: x, panels, bias and out do not fit together");
+  const auto *from = x.const_data_ptr<float>(), *first = panels.const_data_ptr<float>();
+  const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
+  auto* to = out.mutable_data_ptr<float>();
+  const int64_t x_row = x.stride(0), out_row = out.stride(0);
+  return {panels.size(0), n * k, [=](int64_t i, int64_t next) {
+            const Panel panel = {first + i * k * width, next < 0 ? nullptr : first + next * k * width,
+                                 extra ? extra + i * width : nullptr, k, std::min(width, n - i * width)};
+            layers->linear(from, x_row, rows, panel, add, to + i * width, out_row);
+          }};
+}
+
+// out [T, F] = silu(x[:, :F]) * x[:, F:]
+Step silu_step(const at::Tensor& x, const at::Tensor& out) {
+  check_float(x, 2, "x"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), width = out.size(1);
+  TORCH_CHECK(x.size(1) == 2 * width && out.size(0) == rows && x.is_contiguous() && out.is_contiguous(),
+              "silu_mul: x must be [T, 2 F] for out [T, F], both contiguous");
+  const auto* from = x.const_data_ptr<float>();
+  auto* to = out.mutable_data_ptr<float>();
+  return by_rows(rows, width * 4, [=](int64_t a, int64_t b) {
+    layers->silu_mul(from + a * 2 * width, to + a * width, b - a, width);
+  });
+}
+
+// Rotates the first `heads` heads of x [T, >= heads * D] in place by cos, sin [T, D].
+Step rotate_step(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads) {
+  check_float(x, 2, "x"), check_float(cos, 2, "cos"), check_float(sin, 2, "sin");
+  const int64_t rows = x.size(0), dim = cos.size(1), x_row = x.stride(0);
+  TORCH_CHECK(cos.sizes() == sin.sizes() && cos.is_contiguous() && sin.is_contiguous() && cos.size(0) == rows &&
+                  heads * dim <= x.size(1) && dim % 2 == 0,
+              "rotate: cos and sin must be contiguous [T, D], x at least heads * D wide");
+  auto* at = x.mutable_data_ptr<float>();
+  const auto *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+  return by_rows(rows, heads * dim, [=](int64_t a, int64_t b) {
+    layers->rotate(at + a * x_row, x_row, c + a * dim, s + a * dim, b - a, heads, dim);
+  });
+}
+
+void norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
+  run_steps({norm_step(x, weight, eps, out)});
+}
+void linear(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
+            const at::Tensor& out) {
+  run_steps({linear_step(x, panels, bias, add, out)});
+}
+void silu_mul(const at::Tensor& x, const at::Tensor& out) { run_steps({silu_step(x, out)}); }
+void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads) {
+  run_steps({rotate_step(x, cos, sin, heads)});
+}
+
+// What lies between the attention of one layer and of the next, with the threads woken once.
+//   rest (o, its bias, norm, gate and up, their bias, down, its bias):
+//     total += attended * o;  total += silu(gate) * up * down, of norm(total)
+//   start (norm, q, k and v, their bias):
+//     qkv = norm(total) * qkv, its first `heads` heads rotated
+// Either list may be empty. normed [T, hidden], wide [T, 2 F] and active [T, F] are room.
+using Weights = c10::List<std::optional<at::Tensor>>;
+
+void between(const at::Tensor& total, const at::Tensor& attended, const Weights& rest, const Weights& start, double eps,
+             const at::Tensor& cos, const at::Tensor& sin, int64_t heads, const at::Tensor& normed,
+             const at::Tensor& wide, const at::Tensor& active, const at::Tensor& qkv) {
+  std::vector<Step> steps;
+  if (!rest.empty()) {
+    TORCH_CHECK(rest.size() == 7, "rest must be (o, bias, norm, gate and up, bias, down, bias)");
+    steps.push_back(linear_step(attended, *rest.get(0), rest.get(1), true, total));
+    steps.push_back(norm_step(total, *rest.get(2), eps, normed));
+    steps.push_back(linear_step(normed, *rest.get(3), rest.get(4), false, wide));
+    steps.push_back(silu_step(wide, active));
+    steps.push_back(linear_step(active, *rest.get(5), rest.get(6), true, total));
+  }
+  if (!start.empty()) {
+    TORCH_CHECK(start.size() == 3, "start must be (norm, q, k and v, bias)");
+    steps.push_back(norm_step(total, *start.get(0), eps, normed));
+    steps.push_back(linear_step(normed, *start.get(1), start.get(2), false, qkv));
+    steps.push_back(rotate_step(qkv, cos, sin, heads));
+  }
+  run_steps(steps);
 }
 
 // Panels of a linear layer's weight [N, K], for the instructions chosen now: to out [ceil(N / panel_width()), K, panel_width()].
@@ -212,54 +289,24 @@ void pack(const at::Tensor& weight, const at::Tensor& out) {
   const auto* from = weight.const_data_ptr<float>();
   auto* to = out.mutable_data_ptr<float>();
   const int64_t row = weight.stride(0);
-  share(out.size(0), n * k, [&](int64_t i) {
+  share(out.size(0), n * k, [&](int64_t i, int64_t) {
     layers->pack(from + i * panel * row, row, to + i * panel * k, std::min(panel, n - i * panel), k);
   });
 }
 
-// out [T, N] (+)= x [T, K] * panels + bias
-void linear(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
-            const at::Tensor& out) {
-  check_float(x, 2, "x"), check_float(panels, 3, "panels"), check_float(out, 2, "out");
-  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), panel = layers->panel;
-  TORCH_CHECK(panels.size(1) == k && panels.size(2) == panel && panels.size(0) == (n + panel - 1) / panel &&
-                  out.size(0) == rows && panels.is_contiguous() && (!bias || bias->size(0) == n),
-              "linear: x, panels, bias and out do not fit together");
-  const auto *from = x.const_data_ptr<float>(), *weight = panels.const_data_ptr<float>();
-  const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
-  auto* to = out.mutable_data_ptr<float>();
-  const int64_t x_row = x.stride(0), out_row = out.stride(0);
-  share(panels.size(0), n * k, [&](int64_t i) {
-    layers->linear(from, x_row, rows, weight + i * k * panel, k, extra ? extra + i * panel : nullptr, add,
-                   to + i * panel, out_row, std::min(panel, n - i * panel));
-  });
-}
-
-// out [T, F] = silu(x[:, :F]) * x[:, F:]
-void silu_mul(const at::Tensor& x, const at::Tensor& out) {
-  check_float(x, 2, "x"), check_float(out, 2, "out");
-  const int64_t rows = x.size(0), width = out.size(1);
-  TORCH_CHECK(x.size(1) == 2 * width && out.size(0) == rows && x.is_contiguous() && out.is_contiguous(),
-              "silu_mul: x must be [T, 2 F] for out [T, F], both contiguous");
+// The sum of all floats of x, read at the rate that this machine's memory gives: for benchmarks.
+double read_all(const at::Tensor& x) {
+  check_float(x, 1, "x");
   const auto* from = x.const_data_ptr<float>();
-  auto* to = out.mutable_data_ptr<float>();
-  share_rows(rows, width * 4, [&](int64_t a, int64_t b) {
-    layers->silu_mul(from + a * 2 * width, to + a * width, b - a, width);
-  });
-}
-
-// Rotates the first `heads` heads of x [T, >= heads * D] in place by cos, sin [T, D].
-void rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, int64_t heads) {
-  check_float(x, 2, "x"), check_float(cos, 2, "cos"), check_float(sin, 2, "sin");
-  const int64_t rows = x.size(0), dim = cos.size(1), x_row = x.stride(0);
-  TORCH_CHECK(cos.sizes() == sin.sizes() && cos.is_contiguous() && sin.is_contiguous() && cos.size(0) == rows &&
-                  heads * dim <= x.size(1) && dim % 2 == 0,
-              "rotate: cos and sin must be contiguous [T, D], x at least heads * D wide");
-  auto* at = x.mutable_data_ptr<float>();
-  const auto *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  share_rows(rows, heads * dim, [&](int64_t a, int64_t b) {
-    layers->rotate(at + a * x_row, x_row, c + a * dim, s + a * dim, b - a, heads, dim);
-  });
+  const int64_t count = x.size(0), pieces = 64, each = (count + pieces - 1) / pieces;
+  std::vector<double> sums(pieces);
+  run_steps({{pieces, count, [&](int64_t i, int64_t) {
+                const int64_t begin = std::min(count, i * each);
+                sums[i] = layers->add_up(from + begin, std::min(each, count - begin));
+              }}});
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return total;
 }
 
 }  // namespace
@@ -275,6 +322,10 @@ TORCH_LIBRARY(quire_cpu, m) {
   m.def("panel_width() -> int", &quire::panel_width);
   m.def("pack(Tensor weight, Tensor(a!) out) -> ()");
   m.def("linear(Tensor x, Tensor panels, Tensor? bias, bool add, Tensor(a!) out) -> ()");
+  m.def(
+      "between(Tensor(a!) total, Tensor attended, Tensor?[] rest, Tensor?[] start, float eps, Tensor cos, Tensor sin, "
+      "int heads, Tensor(b!) normed, Tensor(c!) wide, Tensor(d!) active, Tensor(e!) qkv) -> ()");
+  m.def("read_all(Tensor x) -> float");
   m.def("norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
   m.def("silu_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
@@ -285,6 +336,8 @@ TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
   m.impl("attend", &quire::attend);
   m.impl("pack", &quire::pack);
   m.impl("linear", &quire::linear);
+  m.impl("between", &quire::between);
+  m.impl("read_all", &quire::read_all);
   m.impl("norm", &quire::norm);
   m.impl("silu_mul", &quire::silu_mul);
   m.impl("rotate", &quire::rotate);

@@ -46,9 +46,16 @@ struct Store {
 struct AttentionFunctions {
   int lanes;  // floats in a vector
   void (*store)(const Layer&, const Store&, int64_t begin, int64_t end);
-  void (*decode)(const Layer&, const Item&);
+  void (*decode)(const Layer&, const Item&, const Item* following);  // following: this thread's next, or null
   void (*prefill)(const Layer&, const Item&);
   void (*merge)(const Layer&, const Item&);
+};
+
+// One panel [k, panel width] of packed weights.
+struct Panel {
+  const float *at, *next;  // next: the panel that the same thread multiplies after this one, or null
+  const float* bias;       // of its columns, or null
+  int64_t k, columns;
 };
 
 struct LayerFunctions {
@@ -56,14 +63,14 @@ struct LayerFunctions {
   // weight [n, k] to panels [ceil(n / panel), k, panel], with zeros behind column n
   void (*pack)(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k);
   // out [rows, columns] (+)= x [rows, k] * one panel + bias
-  void (*linear)(const float* x, int64_t x_row, int64_t rows, const float* panel, int64_t k, const float* bias, bool add,
-                 float* out, int64_t out_row, int64_t columns);
+  void (*linear)(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row);
   // out = x / rms(x) * weight, for x [rows, width]
   void (*norm)(const float* x, int64_t x_row, const float* weight, float eps, float* out, int64_t rows, int64_t width);
   // out = silu(gate) * up, for x [rows, 2 * width] = (gate, up)
   void (*silu_mul)(const float* x, float* out, int64_t rows, int64_t width);
   // rotates the halves of every head of x [rows, heads, dim] by cos and sin [rows, dim]
   void (*rotate)(float* x, int64_t x_row, const float* cos, const float* sin, int64_t rows, int64_t heads, int64_t dim);
+  double (*add_up)(const float* x, int64_t count);
 };
 
 #define QUIRE_DECLARE(ISA)                    \

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from core.model import connect, packed_logits
-from plugins.kernels.linears import Chooser, Linear
+from plugins.kernels.linears import Chooser, Linear, PackedLinear
 
 KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 TOLERANCE = 1e-5
@@ -105,6 +105,19 @@ class Layer:
         self.down = Joint("down", mlp.down_proj)
         self.norms = [block.input_layernorm, block.post_attention_layernorm]
         self.weights = [norm.weight.detach() for norm in self.norms]
+        self.rest: list[torch.Tensor | None] = []  # arguments of quire_cpu.between, if every linear is a packed one
+        self.start: list[torch.Tensor | None] = []
+
+    def fuse(self) -> bool:
+        """Collect the arguments of ``quire_cpu.between``; False if some linear layer is not a packed one."""
+        linears = [joint.linear for joint in (self.output, self.gate_up, self.down, self.qkv)]
+        packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+        if len(packed) < len(linears):
+            return False
+        output, gate_up, down, qkv = ([linear.panels, linear.bias] for linear in packed)
+        self.rest = [*output, self.weights[1], *gate_up, *down]
+        self.start = [self.weights[0], *qkv]
+        return True
 
 
 class Decoder(torch.nn.Module):
@@ -132,6 +145,7 @@ class Decoder(torch.nn.Module):
         with torch.inference_mode():
             cos, sin = inner.rotary_emb(self.embedding[:1], positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
         self._rooms: dict[str, torch.Tensor] = {}
 
     def pack(self, chooser: Chooser) -> None:
@@ -140,6 +154,7 @@ class Decoder(torch.nn.Module):
             for joint in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 joint.pack(chooser)
         self.head.pack(chooser)
+        self.fused = isinstance(self.operators, CpuOperators) and all(layer.fuse() for layer in self.blocks)
 
     def _room(self, name: str, rows: int, width: int) -> torch.Tensor:
         """[rows, width], uninitialised; the same memory in every layer and step."""
@@ -158,39 +173,61 @@ class Decoder(torch.nn.Module):
         cos = torch.index_select(self.cos, 0, positions, out=self._room("cos", count, self.head_dim))
         sin = torch.index_select(self.sin, 0, positions, out=self._room("sin", count, self.head_dim))
         kernel = self.attentions[0].quire_kernel
-        for layer in self.blocks:
-            attended = self._attend(layer, kernel, total, cos, sin)
-            if layer is self.blocks[-1]:
+        qkv = self._between(None, self.blocks[0], total, total, cos, sin)
+        for layer, following in zip(self.blocks, [*self.blocks[1:], None], strict=True):
+            attended = kernel.forward(layer.index, *self._parts(qkv)).view(count, -1)
+            if following is None:
                 total, attended = total[rows], attended[rows]
             if len(total):
-                layer.output.linear.add_to(attended, total)
-                self._mlp(layer, total)
+                qkv = self._between(layer, following, total, attended, cos, sin)
         logits = self._room("logits", len(rows), self.head.width)
         if len(rows):
             normed = self.operators.norm(total, self.last_norm, self.eps, self._room("normed", len(rows), hidden))
             logits = self.head.linear(normed, logits)
         return SimpleNamespace(logits=logits[None])
 
-    def _attend(
-        self, layer: Layer, kernel: Any, total: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """The attention of the normed total, before the output projection: [T, H * D]."""
-        count, hidden = total.shape
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
-        normed = self.operators.norm(total, layer.weights[0], self.eps, self._room("normed", count, hidden))
-        qkv = layer.qkv.linear(normed, self._room("qkv", count, layer.qkv.width))
-        self.operators.rotate(qkv, cos, sin, heads + kv_heads)
-        parts = qkv.view(count, heads + 2 * kv_heads, dim)
-        q, k, v = parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
-        return kernel.forward(layer.index, q, k, v).view(count, heads * dim)
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2 H_kv) D]."""
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        parts = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
+        return parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
 
-    def _mlp(self, layer: Layer, total: torch.Tensor) -> None:
-        """total [T, hidden] += mlp(norm(total))."""
+    def _between(
+        self,
+        layer: Layer | None,
+        following: Layer | None,
+        total: torch.Tensor,
+        attended: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        """What lies between the attention of a layer and of the following one; either may be missing.
+
+        total [T, hidden] += attended [T, H * D] * o, then += mlp(norm(total)); gives rotated q, k, v of norm(total).
+        """
         count, hidden = total.shape
-        normed = self.operators.norm(total, layer.weights[1], self.eps, self._room("normed", count, hidden))
-        wide = layer.gate_up.linear(normed, self._room("gate_up", count, layer.gate_up.width))
-        active = self.operators.silu_mul(wide, self._room("active", count, layer.gate_up.width // 2))
-        layer.down.linear.add_to(active, total)
+        some = layer or following
+        assert some is not None
+        normed = self._room("normed", count, hidden)
+        wide = self._room("gate_up", count, some.gate_up.width)
+        active = self._room("active", count, some.gate_up.width // 2)
+        qkv = self._room("qkv", count, some.qkv.width)
+        turned = self.num_heads + self.num_kv_heads
+        if self.fused:
+            rest, start = layer.rest if layer else [], following.start if following else []
+            rooms = (normed, wide, active, qkv)
+            torch.ops.quire_cpu.between.default(total, attended, rest, start, self.eps, cos, sin, turned, *rooms)
+            return qkv
+        if layer is not None:
+            layer.output.linear.add_to(attended, total)
+            self.operators.norm(total, layer.weights[1], self.eps, normed)
+            active = self.operators.silu_mul(layer.gate_up.linear(normed, wide), active)
+            layer.down.linear.add_to(active, total)
+        if following is not None:
+            self.operators.norm(total, following.weights[0], self.eps, normed)
+            qkv = following.qkv.linear(normed, qkv)
+            self.operators.rotate(qkv, cos, sin, turned)
+        return qkv
 
 
 class PlainAttention:

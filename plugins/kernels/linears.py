@@ -18,6 +18,8 @@ from plugins.kernels import cpu_build
 
 ROWS = (1, 16)
 """Rows of the two products that are timed for each shape: a lone sequence, and a batch."""
+CLOSE = 1.1
+"""The first form that is within this factor of the fastest is taken: timings move by as much, and packed layers fuse."""
 
 
 class Linear(Protocol):
@@ -106,7 +108,7 @@ def _try_onednn() -> None:
 
 
 class Chooser:
-    """Times every form once for each shape [N, K] and remembers the fastest; ``line`` tells."""
+    """Times every form once for each shape [N, K] and remembers the first of the fastest; ``line`` tells."""
 
     def __init__(self, names: Sequence[str]):
         self.names, self.chosen, self._told = names, {}, []
@@ -135,7 +137,8 @@ class Chooser:
                         best[name] = seconds[name] = float("inf")
             for name in made:
                 seconds[name] += best[name]
-        name = min(seconds, key=lambda name: seconds[name])
+        least = min(seconds.values())
+        name = next(name for name in self.names if seconds[name] <= least * CLOSE)
         self.chosen[tuple(weight.shape)] = name
         times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
         self._told.append(f"{what} {name} ({times} ms)")

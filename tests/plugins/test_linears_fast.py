@@ -11,11 +11,11 @@ import transformers
 
 from core.executors.torch import TorchExecutor
 from core.fetch import model_dir
-from core.model import attention_modules, build_random, find_layers
+from core.model import attention_modules, build_random, connect, find_layers, packed_logits
 from core.sources import SmolLM2, Tiny
 from plugins.kernels import cpu_build, linears
 from plugins.kernels.cpu import CpuKernel
-from plugins.kernels.decoder import CpuOperators, Decoder, TorchOperators, difference
+from plugins.kernels.decoder import CpuOperators, Decoder, PlainAttention, TorchOperators, difference
 from plugins.kernels.linears import Chooser, OneDnnLinear, PackedLinear, TorchLinear, available
 from plugins.kernels.linears_fast import FastLinear, FastLinears
 from plugins.kernels.linears_torch import TorchLinears
@@ -69,8 +69,8 @@ def random(*shape: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------ operators
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 11, 12, 13, 25, 64])
-@pytest.mark.parametrize(("width", "depth"), [(1, 7), (31, 64), (32, 1), (33, 20), (960, 576)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 8, 9, 11, 12, 13, 17, 25, 64])
+@pytest.mark.parametrize(("width", "depth"), [(1, 7), (31, 64), (32, 1), (33, 20), (48, 257), (97, 64), (960, 576)])
 def test_packed_products_are_right(instructions, rows, width, depth):
     weight, bias, x = random(width, depth), random(width), random(rows, depth)
     packed = PackedLinear(weight, bias)
@@ -207,6 +207,40 @@ def test_the_decoder_has_the_models_logits(name, operators):
         decoder.pack(Chooser(["packed", "onednn"]))
     assert difference(original, decoder, 331) <= 1e-5
     assert len(attention_modules(decoder)) == 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_layer_as_one_operator_has_the_models_logits(instructions, name, threads):
+    """With 3 threads the work comes in unequal runs, and there may be more threads than cores."""
+    torch.set_num_threads(threads)
+    model, original = model_of(CONFIGS[name]), model_of(CONFIGS[name])
+    decoder = Decoder(model, CpuOperators())
+    assert not decoder.fused
+    with torch.no_grad():
+        decoder.pack(Chooser(["packed"]))
+    assert decoder.fused and difference(original, decoder, 331) <= 1e-5
+
+
+def test_one_operator_gives_the_bits_of_its_parts():
+    model = model_of(CONFIGS["llama"])
+    decoder = Decoder(model, CpuOperators())
+    with torch.no_grad():
+        decoder.pack(Chooser(["packed"]))
+    found = []
+    for fused in (True, False):
+        decoder.fused = fused
+        connect(decoder, PlainAttention())
+        ids = torch.arange(40) * 7 % 331
+        with torch.inference_mode():
+            found.append(packed_logits(decoder, ids, torch.arange(40), torch.arange(40)).clone())
+    assert torch.equal(*found)
+
+
+def test_the_sum_that_measures_reading_is_the_sum(instructions):
+    for count in (1, 63, 64, 65, 100_003):
+        x = random(count)
+        assert torch.ops.quire_cpu.read_all(x) == pytest.approx(float(x.double().sum()), abs=1e-2)
 
 
 def test_no_weight_is_held_twice():
