@@ -1,14 +1,19 @@
 """``python -m core.serve [group=option ...] [field=value ...]``, also installed as ``quire``.
 
-``--help`` lists every option. Exit codes: 0 ok, 1 engine or plugin fault, 2 bad input, 3 a job of a sweep failed.
+``--help`` lists every option. Exit codes: 0 ok, 1 engine or plugin fault, 2 bad input, 3 a job of a sweep failed, 130 and 143
+SIGINT and SIGTERM before a server serves (afterwards they end it with 0) or during another frontend's run.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from core.types import ConfigError, QuireError
 
@@ -18,6 +23,33 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and give its exit code."""
+    try:
+        with _terminable():
+            return _main(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds like SIGINT, so that temporary files go and the engine is closed. A server that serves handles both itself."""
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -51,9 +83,7 @@ def _run(arguments: list[str], full: bool) -> int:
     except SystemExit as end:
         if end.code == 2:  # Hydra's parser has said which word it does not know
             print("options are name=value, without dashes: frontend.port=8080; --help lists them", file=sys.stderr)
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 130
+        raise
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         overrides = [word for word in arguments if _is_override(word)]
         return _fail(config.explain(error, overrides), full)

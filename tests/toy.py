@@ -46,18 +46,20 @@ class Work:
     arrives: int = 0  # step before which it is submitted
     aborts: int | None = None  # step before which it is aborted
     labels: dict[str, Any] = attrs.field(factory=dict)  # further fields of Request
+    sampling: dict[str, Any] = attrs.field(factory=dict)  # further fields of SamplingParams
 
     def params(self) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            seed=self.seed,
-            n=self.n,
-            stop=self.stop,
-            detokenize=bool(self.stop),
-            beam_width=self.beams,
-            length_penalty=self.length_penalty,
-        )
+        fields = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "n": self.n,
+            "stop": self.stop,
+            "detokenize": bool(self.stop),
+            "beam_width": self.beams,
+            "length_penalty": self.length_penalty,
+        }
+        return SamplingParams(**{**fields, **self.sampling})
 
 
 def make_engine(

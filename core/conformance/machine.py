@@ -10,6 +10,7 @@ import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from core.conformance.draws import same_draws
 from core.conformance.puppets import AnyPlan, AnyVictims
 from core.conformance.strategies import sizes_for, works
 from core.conformance.subject import Subject
@@ -39,7 +40,8 @@ def run_machine(
         "whole_prefill": whole_prefill,
     }
     machine = type("Machine", (EngineMachine,), state)
-    run_state_machine_as_test(machine, settings=subject.settings(share, stateful_step_count=steps))
+    with same_draws():
+        run_state_machine_as_test(machine, settings=subject.settings(share, stateful_step_count=steps))
     return seen
 
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from core.blocks import BlockPool
 from core.config import compose, instantiate
+from core.conformance.draws import same_draws
 from core.conformance.toy import Sizes, WatchedToy
 from core.cost import CostModel
 from core.discovery import Option, discover
@@ -150,7 +151,8 @@ class Subject:
 
     def holds(self, check: Callable[..., None], share: float = 1.0, **strategies: Any) -> None:
         """Call ``check`` with many drawn examples, the same ones in every run."""
-        self.settings(share)(given(**strategies)(check))()
+        with same_draws():
+            self.settings(share)(given(**strategies)(check))()
 
 
 def names(kind: str, config_dir: str | None) -> list[str]:

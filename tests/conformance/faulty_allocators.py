@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import attrs
 
 from core.hookspecs import hookimpl
-from core.types import Lease, Plan, Refusal, Shortfall
+from core.types import HOLE, Lease, Plan, Refusal, Shortfall
 from plugins.allocators.paged import PagedAllocator
 
 
@@ -83,7 +83,8 @@ class KeepsHoles(PagedAllocator):
     """Forgets that a swapped sequence needs its blocks back."""
 
     def _need(self, view: Any, num_tokens: int, owners: Any) -> Any:
-        return [i for i in PagedAllocator._need(self, view, num_tokens, owners) if i >= len(view.block_table)]
+        table = view.block_table
+        return [i for i in PagedAllocator._need(self, view, num_tokens, owners) if i >= len(table) or table[i] != HOLE]
 
 
 class TooFew(PagedAllocator):

@@ -19,7 +19,7 @@ FAULTS = {
     "LeakOnAbort": (PLAN, "release counts owners wrongly"),
     "NoCopy": (PLAN, "a block that was not copied"),
     "WritesShared": (PLAN, "has 2 owners|has 3 owners"),
-    "KeepsHoles": (PLAN, "left holes|has 3 owners"),
+    "KeepsHoles": (PLAN, "left holes"),
     "TooFew": (PLAN, "tokens must fit"),
     "TakesOnShortfall": (PLAN, "changed the pool although it answered Shortfall"),
     "RemembersShortfall": (PLAN, "remembers a plan that it answered with"),

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from core.executors.toy import ToyExecutor
 from core.types import PolicyError
 from plugins.preemption.breakeven import BreakEven
 from plugins.preemption.recompute import Recompute
 from plugins.preemption.swap import Swap
 from tests.strategies import ALLOCATORS, contests
-from tests.toy import Result, Work, alone, check_cache, make_engine, run
+from tests.toy import VOCAB, Result, Work, alone, check_cache, make_engine, run
 
 # shrinking can hold a failure back for minutes: report the first one found instead
 PROPERTY = settings(
@@ -90,6 +91,31 @@ def test_preemption_neither_loses_nor_doubles_output(preemption: type, budget: i
     assert sum(result.preemptions(kind) for kind in ("swap", "recompute")) > 0
 
 
+@pytest.mark.parametrize("preemption", [Recompute, Swap, BreakEven])
+@pytest.mark.parametrize("budget", [64, 3])
+@pytest.mark.parametrize("text", ["", "é 你好 🙂🙂 "])
+def test_what_is_streamed_is_the_text_whatever_is_preempted(text: str, budget: int, preemption: type) -> None:
+    """Also in the middle of a character: the pieces together are what the ids spell, and what the request gets alone."""
+
+    def executor() -> ToyExecutor:
+        return ToyExecutor(vocab_size=VOCAB, step_seconds=1.0, text=text)
+
+    work = [Work(tuple(range(i, i + 8)), 24, sampling={"detokenize": True}) for i in range(4)]
+    work.append(Work(tuple(range(9)), 20, 0.8, 42, n=2, sampling={"detokenize": True}))
+    engine = make_engine(
+        num_blocks=13, preemption=preemption(), max_num_batched_tokens=budget, executor=executor(), link_bytes_per_s=1e9
+    )
+    result = run(engine, work)
+    preempted = [p for r in result.reports for p in r.preempted]
+    assert any(p.num_computed_tokens > 8 for p in preempted), "after its first tokens had been sent"
+    for i, one in enumerate(work):
+        big = make_engine(num_blocks=512, max_num_batched_tokens=4096, max_num_seqs=32, executor=executor())
+        lone = run(big, [one])
+        for branch in range(one.n):
+            said = result.text[(i, branch)]
+            assert said and said == engine.tokenizer.decode(result.tokens[(i, branch)]) == lone.text[(0, branch)]
+
+
 @pytest.mark.parametrize("swap_blocks", [2, 0])
 def test_a_full_swap_space_turns_to_recompute_and_the_engine_lives(swap_blocks: int) -> None:
     work = [Work(tuple(range(i, i + 8)), 20) for i in range(3)] + [Work(tuple(range(9)), 20, 0.8, 42, n=3)]
@@ -116,6 +142,16 @@ def test_breakeven_chooses_each_kind_on_its_side_of_the_crossover() -> None:
     assert all((p.kind == "swap") == (p.num_computed_tokens > crossover) for p in preempted)
 
 
+class Noted:
+    """An executor with another ``execute``."""
+
+    def __init__(self, executor: Any, execute: Any):
+        self._executor, self.execute = executor, execute
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("chunk", [1, "block", "block-1", "off"])
 def test_lengths_on_a_block_boundary(block_size: int, chunk: Any) -> None:
@@ -129,17 +165,21 @@ def test_lengths_on_a_block_boundary(block_size: int, chunk: Any) -> None:
     ]
     for start in range(0, len(work), 3):
         engine = make_engine(block_size=block_size, num_blocks=200, max_num_batched_tokens=budget)
-        held: list[bool] = []
-        look = engine._report
+        held: dict[int, list[tuple[int, int]]] = {}
 
-        def check(step: Any, plan: Any, runs: Any, look: Any = look, held: list[bool] = held) -> Any:
-            held += [len(r.seq.table) == -(-r.end // block_size) for r in runs if r.seq.table]
-            return look(step, plan, runs)
+        def noted(batch: Any, moves: Any, sampling: Any, engine: Any = engine, held: Any = held) -> Any:
+            for id, kv_len in zip(batch.sequence_ids, batch.kv_lens.tolist(), strict=True):
+                held.setdefault(id, []).append((len(engine.state.sequences[id].table), kv_len))
+            return ToyExecutor.execute(engine.executor, batch, moves, sampling)
 
-        engine._report = check  # type: ignore[method-assign]
-        result = run(engine, work[start : start + 3])
-        assert_as_alone(work[start : start + 3], result)
-        assert all(held)
+        engine.executor = Noted(engine.executor, noted)
+        some = work[start : start + 3]
+        result = run(engine, some)
+        assert_as_alone(some, result)
+        assert sum(map(len, held.values())) == sum(len(r.plan.chunks) for r in result.reports)
+        for i, one in enumerate(some):  # the newest token has no KV yet
+            assert held[i][-1][1] == len(one.prompt) + one.max_tokens - 1
+            assert all(blocks == -(-kv_len // block_size) for blocks, kv_len in held[i])
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_numbers_and_others_go_on() -> None:
@@ -251,12 +291,16 @@ def test_branches_share_the_prompts_blocks_until_one_writes() -> None:
 def test_seeded_samples_do_not_depend_on_the_company() -> None:
     mine = Work(tuple(range(11)), 16, 0.8, 42)
     others = [Work(tuple(range(20, 29)), 12, 0.8, None), Work(tuple(range(5)), 12, 0.8, 7), Work((1,), 3)]
+    preempted: set[str] = set()  # the ways in which ``mine`` was pushed out after it had drawn tokens
     for work in ([mine], [mine, *others], [*others, mine], [*others, mine, mine]):
-        for options in ({}, {"max_num_batched_tokens": 3}, {"num_blocks": 9}):
+        for options in ({}, {"max_num_batched_tokens": 3}, {"num_blocks": 9}, {"num_blocks": 9, "preemption": Swap()}):
             result = run(make_engine(**options), work)
             for i, one in enumerate(work):
                 if one is mine:
                     assert result.tokens[(i, 0)] == _alone(mine.prompt, 16, 0.8, 42, 1)[0]
+                    events = [p for r in result.reports for p in r.preempted if p.sequence == i]
+                    preempted |= {p.kind for p in events if p.num_computed_tokens > 11}
+    assert preempted >= {"recompute", "swap"}
 
 
 def test_unseeded_requests_draw_their_seeds_from_the_engines() -> None:

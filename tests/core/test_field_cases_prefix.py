@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from core.executors.toy import ToyExecutor
@@ -154,27 +155,59 @@ def _wide() -> Any:
     return ToyExecutor(vocab_size=400, step_seconds=1.0)
 
 
-def test_a_preempted_or_cached_request_shows_the_sampler_its_whole_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Penalties count prompt and output from the histories: they must be whole on a hit and after recompute."""
-    seen: dict[str, set[tuple[int, ...]]] = {}
+class Torn(ToyExecutor):
+    """Twelve likely tokens, close to one another: they come again, and a penalty changes which is drawn."""
 
-    prompt, execute = tuple(range(33)), ToyExecutor.execute
+    def _logits(self, row: int, best: int | None = None) -> np.ndarray:
+        logits = np.random.default_rng(row).standard_normal(self.vocab_size)
+        logits[12:] -= 10
+        return logits
+
+
+NO_PENALTY: dict[str, Any] = {"logit_bias": {319: -1.0}}
+PENALTIES = [
+    NO_PENALTY, {"repetition_penalty": 1.0, **NO_PENALTY}, {"repetition_penalty": 1.3}, {"frequency_penalty": 1.0},
+    {"presence_penalty": 1.0}, {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_count_the_same_tokens_cold_cached_and_preempted(
+    penalties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bs=16, L=33, M=24: the same ids, from histories that hold every token once, in order, prompt and output apart."""
+    seen: list[tuple[int, ...]] = []
+    prompt, execute = tuple(i % 9 for i in range(33)), ToyExecutor.execute
 
     def noted(executor: Any, batch: Any, moves: Any, sampling: Any) -> Any:
         for tokens, start in zip(sampling.histories, sampling.num_prompt_tokens, strict=True):
             if tuple(tokens[:33]) == prompt:
                 assert start == 33
-                seen[name].add(tuple(tokens))
+                seen.append(tuple(tokens))
         return execute(executor, batch, moves, sampling)
 
     monkeypatch.setattr(ToyExecutor, "execute", noted)
-    for name, blocks, others in (("cold", 64, 0), ("cached", 64, 0), ("preempted", 17, 3)):
-        engine = make_engine(allocator=PrefixAllocator(), num_blocks=blocks)
-        seen[name] = set()
-        if name == "cached":
-            run(engine, [Work(prompt, 24)])
-            seen[name].clear()
-        result = run(engine, [*(Work(tuple(range(i, i + 6)), 24) for i in range(others)), Work(prompt, 24)])
-        assert name != "preempted" or any(p.num_computed_tokens > 33 for r in result.reports for p in r.preempted)
-    assert seen["cold"] == seen["cached"] == seen["preempted"]
-    assert len(seen["cold"]) == 24
+    mine = Work(prompt, 24, sampling=penalties)
+    others = [Work(tuple(range(i, i + 30)), 40, sampling=penalties) for i in (100, 150, 200)]
+    answers = []
+    for how in ("cold", "cached", Recompute, Swap):
+        preempts = isinstance(how, type)
+        engine = make_engine(
+            allocator=PrefixAllocator(), block_size=16, num_blocks=13 if preempts else 64,
+            executor=Torn(vocab_size=320, step_seconds=1.0), preemption=how() if preempts else None,
+        )  # fmt: skip
+        if how == "cached":
+            run(engine, [mine])
+        seen.clear()
+        work = [*(others if preempts else ()), mine]
+        result = run(engine, work)
+        key = (len(work) - 1, 0)
+        assert preempts or (result.last[key].num_cached_tokens > 0) == (how == "cached")
+        late = [p for r in result.reports for p in r.preempted if p.sequence == key[0] and p.num_computed_tokens >= 43]
+        assert bool(late) == preempts, "preempted after ten tokens or more"
+        answers.append(result.tokens[key])
+        assert seen == [(*prompt, *result.tokens[key][:k]) for k in range(24)]
+    assert answers.count(answers[0]) == 4
+    assert len(set(answers[0])) < 24, "tokens came again, so counts matter"
+    plain = alone(Work(prompt, 24, sampling=NO_PENALTY), executor=Torn(vocab_size=320, step_seconds=1.0))[0]
+    assert (answers[0] == plain) == (penalties in PENALTIES[:2]), "a penalty changes what is drawn"

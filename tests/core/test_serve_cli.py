@@ -264,6 +264,73 @@ def test_http_answers_leaves_nothing_here_and_ends_with_0(tmp_path):
     assert only("cache/runs/*/*", tmp_path).is_dir()
 
 
+# ------------------------------------------------------------------------------------------------ signals before it serves
+
+LOADS_LONG = """
+import attrs, tempfile, time
+from core.executors.toy import ToyExecutor
+
+@attrs.define(eq=False)
+class Slow(ToyExecutor):
+    def load(self):
+        with tempfile.TemporaryDirectory(dir="."), tempfile.NamedTemporaryFile():
+            print("it loads", flush=True)
+            time.sleep(60)
+        return super().load()
+"""
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def interrupted(tmp_path, number, words, after_line=None, after_s=0.0, **changes):
+    """A command that gets a signal behind a line of its output or after a time: its exit code, output, and seconds to its end."""
+    cwd, temp = tmp_path / "cwd", tmp_path / "temp"
+    for folder in (cwd, temp):
+        folder.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "core.serve", *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**environment(tmp_path, tmp_path), "TMPDIR": str(temp), **changes},
+    )  # fmt: skip
+    said = ""
+    try:
+        if after_line is not None:
+            said = "".join(iter(process.stdout.readline, after_line + "\n"))
+        time.sleep(after_s)
+        process.send_signal(number)
+        started = time.monotonic()
+        rest, _ = process.communicate(timeout=30)
+        took = time.monotonic() - started
+    finally:
+        process.kill()
+        process.communicate()
+    assert not list(temp.iterdir()), "it leaves no temporary files"
+    assert not list(cwd.rglob("*")), "and nothing here"
+    assert not list(tmp_path.rglob("*.partial-*"))
+    return process.returncode, said + rest, took
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_while_the_model_loads_ends_it_at_once(tmp_path, number):
+    (tmp_path / "slow.py").write_text(LOADS_LONG)
+    (tmp_path / "conf" / "executor").mkdir(parents=True)
+    (tmp_path / "conf" / "executor" / "slow.yaml").write_text("_target_: slow.Slow\n")
+    words = ["--config-dir", str(tmp_path / "conf"), "trust=[slow]", "executor=slow", "frontend.port=0"]
+    code, said, took = interrupted(tmp_path, number, words, after_line="it loads")
+    assert code == CODES[number], said
+    assert took < 5, "not the minute that the model would take"
+    assert "Traceback" not in said and "rror" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.6, 0.9, 1.3, 1.8, 2.5, 3.5])
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_at_any_time_before_it_serves_ends_it(tmp_path, number, after_s):
+    """A real model, wherever the start is: imports, weights, kernels, warm-up; or just after, when it serves."""
+    code, said, took = interrupted(tmp_path, number, ["model=tiny", "frontend.port=0"], after_s=after_s)
+    assert code == (0 if "serving " in said else CODES[number]), said
+    assert took < 10
+    assert "Traceback" not in said
+
+
 # ------------------------------------------------------------------------------------------------ sweeps
 
 

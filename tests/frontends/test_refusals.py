@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from core.frontends.answers import CompletionAnswer
 from tests.frontends.toys import Server, serving, toy_engine
-from tests.frontends.web import CHAT, COMPLETION, TEXT, Reply, counters, post, spelled
+from tests.frontends.web import CHAT, COMPLETION, TEXT, Caller, Reply, counters, post, spelled, wait_for
 
 V = 320  # the toy's vocabulary
 
@@ -208,3 +208,26 @@ def test_no_body_is_the_servers_fault(server: Server, body: bytes, path: str, go
     reply = Reply(server, "POST", path, body)
     assert reply.status < 500
     assert reply.status == 200 or reply.error()
+
+
+EMPTY = [
+    ("/v1/completions", {"prompt": ""}), ("/v1/completions", {"prompt": [""]}), ("/v1/completions", {"prompt": []}),
+    ("/v1/completions", {"prompt": [[]]}), ("/v1/completions", {"prompt": ["ok", ""]}), ("/v1/completions", {"prompt": [[1], []]}),
+    ("/v1/chat/completions", {"messages": []}),
+]  # fmt: skip
+
+
+def test_empty_prompts_beside_a_long_request() -> None:
+    """Each is refused while the long one runs, which then ends with the text it should."""
+    with serving(toy_engine(delay_s=0.002, text=TEXT)) as server:
+        long = Caller(server, COMPLETION, max_tokens=400, stream=True)
+        wait_for(lambda: server.engine.stats()["running"] == 1)
+        for path, fields in EMPTY * 3:
+            reply = post(server, path, {**(CHAT if "chat" in path else COMPLETION), **fields})
+            assert reply.status == 400, (path, fields)
+            assert "empty" in reply.error()["message"] or "at least" in reply.error()["message"], reply.error()
+        assert server.engine.stats()["running"] == 1, "the long request was in flight all the time"
+        events = long.reply().events()
+        assert "".join(event["choices"][0]["text"] for event in events) == spelled(400)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        server.wait_idle()
