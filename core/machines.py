@@ -7,6 +7,7 @@ and fitted overheads (the fields of ``core.arithmetic.Machine``), the set-up the
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -21,9 +22,11 @@ from core.arithmetic import Machine
 from core.fetch import cache_dir
 from core.types import ConfigError
 
-FORMAT = 1
+LOG = logging.getLogger(__name__)
+FORMAT = 2
 SETUP = ("kernels", "linears", "threads")
 """What must be equal for a calibration to speak for a run."""
+TIMED_CHOICE = re.compile(r" \S+ \(([^()]*) ms\)")
 
 
 def machine_name() -> str:
@@ -72,10 +75,19 @@ class Measured:
     def differences(self, setup: Mapping[str, Any]) -> list[str]:
         """What of a run's set-up (``TorchExecutor.describe()``) is not as it was measured, in words."""
         return [
-            f"{name} is {setup.get(name)!r}, calibrated with {self.setup.get(name)!r}"
+            f"{name} is {_plain(setup.get(name))!r}, calibrated with {_plain(self.setup.get(name))!r}"
             for name in SETUP
-            if setup.get(name) != self.setup.get(name)
+            if _plain(setup.get(name)) != _plain(self.setup.get(name))
         ]
+
+
+def _plain(value: Any) -> Any:
+    """A set-up's value with "one of a / b" for "a (a 0.15 / b 0.16 ms)": no two starts measure the same times, and what is chosen
+    by them differs only where it hardly matters.
+    """
+    if not isinstance(value, str):
+        return value
+    return TIMED_CHOICE.sub(lambda found: f" one of {re.sub(r' (?:[0-9.]+|inf)', '', found[1])}", value)
 
 
 def read_calibration(path: Path) -> Measured:
@@ -93,14 +105,49 @@ def read_calibration(path: Path) -> Measured:
 
 
 def calibrated(model: str, dtype: str, setup: Mapping[str, Any]) -> tuple[float, float] | None:
-    """(link bytes/s, prefill FLOP/s) of this machine for the cost model; None where none were measured with this set-up."""
+    """(link bytes/s, prefill FLOP/s) of this machine for the cost model; None where none were measured with this set-up.
+
+    The link's rate is that of blocks as they were moved, what each costs by itself included.
+    """
     path = calibration_path(model, dtype)
     if not path.exists():
         return None
-    found = read_calibration(path)
+    try:
+        found = read_calibration(path)
+    except ConfigError as error:  # no reason not to start: without it the cost model measures by itself
+        LOG.warning("%s", error)
+        return None
     if found.differences(setup):
         return None
-    return found.machine.link_bytes_per_s, found.machine.prefill_rate
+    machine, block_bytes = found.machine, found.setup["block_bytes"]
+    seconds = block_bytes / machine.link_bytes_per_s + machine.move_overhead_s
+    return block_bytes / seconds, machine.prefill_rate
+
+
+class Company:
+    """What other processes use of this machine's processors, from ``/proc/stat``: whether a measurement was disturbed."""
+
+    def __init__(self) -> None:
+        self._began = self._ticks()
+
+    def share(self) -> float | None:
+        """Of all processors' time since this was made, what neither stood idle nor was this process's: 0 to 1. None: not known."""
+        began, ended = self._began, self._ticks()
+        if began is None or ended is None:
+            return None
+        passed, busy, own = (after - before for after, before in zip(ended, began, strict=True))
+        return max(0.0, busy - own) / passed if passed > 0 else 0.0
+
+    @staticmethod
+    def _ticks() -> tuple[float, float, float] | None:
+        """Seconds since the start of the machine, over all processors: all, those not idle, those of this process."""
+        try:
+            fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
+        except OSError:
+            return None
+        ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+        times = os.times()
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], times.user + times.system
 
 
 @attrs.frozen(eq=False, kw_only=True)
