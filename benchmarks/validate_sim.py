@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from core.calibrate import BASE as CALIBRATED
 from core.config import compose, instantiate
 from core.executors.bench import Bench
 from core.frontends.replay import ReplayFrontend
-from core.machines import Company, Measured
+from core.machines import Company, calibration_path, differences, read_calibration
 from core.start import Started, start
 from core.types import ConfigError, QuireError
 
@@ -141,20 +140,6 @@ def figure(record: dict[str, Any], path: Sequence[str]) -> float:
     return float(value)
 
 
-def check_calibration(described: dict[str, Any], machine: Sequence[str]) -> str | None:
-    """The calibration must speak for the kernels, linears and threads that ran; a line if other forms of linears were chosen."""
-    measured = compose_machine(machine)
-    if differences := measured.differences(described):
-        raise ConfigError(f"{'; '.join(differences)}: run python -m core.calibrate with the same options")
-    chosen, calibrated = (re.sub(r" \([^)]* ms\)", "", str(each["linears"])) for each in (described, measured.setup))
-    return None if chosen == calibrated else f"{chosen} (calibrated with {calibrated})"
-
-
-def compose_machine(words: Sequence[str]) -> Measured:
-    """The calibration that ``machine=local`` and its fields name."""
-    return instantiate(compose(["executor=roofline", *words]).machine, "machine").read()
-
-
 class Reality:
     """Engines that run a model: one for each policy, and one that is calibrated between their runs."""
 
@@ -170,6 +155,7 @@ class Reality:
                 self._bench.round(counts=False)
             for policy in policies:
                 self.engines[policy] = begin(["executor=torch", *BASE, *overrides, *_policy(policy)[1]])
+                self._check(self.engines[policy].manifest["executor"])
         except BaseException:
             self.close()
             raise
@@ -187,9 +173,14 @@ class Reality:
         self._bench.write(path)
         return ["machine=local", f"machine.file={path}"]
 
-    def described(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for policy, started in self.engines.items():
-            yield policy, started.manifest["executor"]
+    def _check(self, described: dict[str, Any]) -> None:
+        """What is calibrated must run the same kernels, linears and threads as this policy's engine."""
+        if self._measured is not None:
+            calibrated = self._measured.manifest["executor"]
+        else:
+            calibrated = read_calibration(calibration_path(described["model"], described["dtype"])).setup
+        if found := differences(calibrated, described):
+            raise ConfigError(f"{'; '.join(found)}: run python -m core.calibrate with the same options")
 
     def close(self) -> None:
         for started in (*self.engines.values(), *filter(None, [self._measured])):
@@ -219,9 +210,6 @@ def run(
                             break
                     real[policy, load].append((record, others))
             machine = reality.calibration(Path(folder))
-            for policy, described in reality.described():
-                if note := check_calibration(described, machine):
-                    yield f"{_policy(policy)[0]}: {note}"
         finally:
             reality.close()
         yield [row for case in cases for row in _simulate(case, machine, real[case], options.warm_up, overrides)]
@@ -293,7 +281,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     errors = sorted(abs(row.error) for row in rows)
     spreads = [row.spread for row in rows]
     alike, otherwise, close = ranking(rows)
-    by_figure = {name: statistics.median(abs(r.error) for r in rows if r.figure == name) for name in FIGURES}
+    named = {name: [abs(row.error) for row in rows if row.figure == name] for name in FIGURES}
+    by_figure = {name: statistics.median(each) for name, each in named.items() if each}
     return {
         "figures": len(rows),
         "median_error": statistics.median(errors),

@@ -26,7 +26,7 @@ LOG = logging.getLogger(__name__)
 FORMAT = 2
 SETUP = ("kernels", "linears", "threads")
 """What must be equal for a calibration to speak for a run."""
-TIMED_CHOICE = re.compile(r" \S+ \(([^()]*) ms\)")
+TIMES = re.compile(r" \([^()]* ms\)")
 
 
 def machine_name() -> str:
@@ -74,20 +74,18 @@ class Measured:
 
     def differences(self, setup: Mapping[str, Any]) -> list[str]:
         """What of a run's set-up (``TorchExecutor.describe()``) is not as it was measured, in words."""
-        return [
-            f"{name} is {_plain(setup.get(name))!r}, calibrated with {_plain(self.setup.get(name))!r}"
-            for name in SETUP
-            if _plain(setup.get(name)) != _plain(self.setup.get(name))
-        ]
+        return differences(self.setup, setup)
+
+
+def differences(calibrated: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
+    """In which of ``SETUP`` two set-ups (``TorchExecutor.describe()``) differ, in words."""
+    pairs = [(name, _plain(runs.get(name)), _plain(calibrated.get(name))) for name in SETUP]
+    return [f"{name} is {one!r}, calibrated with {other!r}" for name, one, other in pairs if one != other]
 
 
 def _plain(value: Any) -> Any:
-    """A set-up's value with "one of a / b" for "a (a 0.15 / b 0.16 ms)": no two starts measure the same times, and what is chosen
-    by them differs only where it hardly matters.
-    """
-    if not isinstance(value, str):
-        return value
-    return TIMED_CHOICE.sub(lambda found: f" one of {re.sub(r' (?:[0-9.]+|inf)', '', found[1])}", value)
+    """A set-up's value without the times in brackets that a choice was made by: no two starts measure the same."""
+    return TIMES.sub("", value) if isinstance(value, str) else value
 
 
 def read_calibration(path: Path) -> Measured:

@@ -163,9 +163,9 @@ def test_a_calibration_speaks_only_for_the_kernels_and_threads_it_was_made_with(
     path = calibration_path("m", "float32")
     write_json(path, {"format": 2, "machine": attrs.asdict(machine), "setup": setup, "fit": {"median": 0.0}})
     assert calibrated("m", "float32", setup) == (pytest.approx(4e9), 120e9)
-    measured_again = "linears: q onednn (packed 0.25 / onednn 0.21 ms), o onednn (packed 0.3 / onednn 0.1 ms); merged"
+    measured_again = "linears: q packed (packed 0.25 / onednn 0.3 ms), o onednn (packed 0.3 / onednn 0.1 ms); merged"
     assert calibrated("m", "float32", {**setup, "linears": measured_again}) is not None
-    assert calibrated("m", "float32", {**setup, "linears": chosen.replace("onednn", "torch")}) is None
+    assert calibrated("m", "float32", {**setup, "linears": chosen.replace("q packed", "q onednn")}) is None
     assert calibrated("m", "float32", {**setup, "threads": 1}) is None
     assert calibrated("other", "float32", setup) is None
     differences = read_calibration(calibration_path("m", "float32")).differences({**setup, "threads": 1})
