@@ -148,13 +148,10 @@ class BlockPool:
                     refs[block] = 0
                     free[block] = None
                     freed.append(block)
-                    if self._newest_first:
+                    if block in kept:
+                        self.num_cached += 1
+                    elif kept or self._newest_first:
                         free.move_to_end(block, last=False)
-                    elif kept:
-                        if block in kept:
-                            self.num_cached += 1
-                        else:
-                            free.move_to_end(block, last=False)
                 else:
                     raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
         finally:
