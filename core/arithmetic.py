@@ -15,9 +15,9 @@ formula (core/calibrate.py).
 
 **Phases of a step.** Layers alternate linear and attention work, and each kind meets its own limit, so times add up:
 
-    linear     reads every body weight once; 2 x body parameters x tokens FLOP
+    linear     reads every body weight once; 2 x body parameters x tokens FLOP; or as measured (``linear_curve``)
     attention  decodes read the KV of all they see: bound by bytes nearly always; prefills pay the quadratic term
-    head       reads the head's weights; 2 x head parameters x rows that need logits
+    head       reads the head's weights; 2 x head parameters x rows that need logits; or as measured (``head_curve``)
     cards      two all-reduces a layer, when the model is split over several cards
     overhead   fixed + per sequence + per token
 """
@@ -135,10 +135,12 @@ class Machine:
     sequence_overhead_s: float = attrs.field(default=0.0, validator=_seconds)  # every sequence in it
     token_overhead_s: float = attrs.field(default=0.0, validator=_seconds)  # every token computed in it
     move_overhead_s: float = attrs.field(default=0.0, validator=_seconds)  # every block moved
-    # where attention or small matmuls reach other rates than the above; None / empty: they do not
+    # where attention or matmuls reach other rates than the above; None / empty: they do not. A curve is measured: reading
+    # the weights is in it
     attention_bytes_per_s: float | None = attrs.field(default=None, validator=optional(_rate))
     attention_flop_per_s: float | None = attrs.field(default=None, validator=optional(_rate))
     linear_curve: tuple[tuple[float, float], ...] = attrs.field(default=(), converter=_pairs, validator=_check_curve)
+    head_curve: tuple[tuple[float, float], ...] = attrs.field(default=(), converter=_pairs, validator=_check_curve)
 
     def read(self) -> Machine:
         """Itself: what ``machine=`` options answer with, as ``core.machines.Local`` does after reading its file."""
@@ -160,15 +162,22 @@ class Machine:
         return self.flop_per_s / self.bandwidth_bytes_per_s
 
     def linear_rate(self, rows: float) -> float:
-        """FLOP/s of a matmul of so many rows: ``linear_curve``, linear between its points and flat beyond, or ``rate``."""
-        curve = self.linear_curve
-        if not curve:
-            return self.rate
-        i = bisect_left(curve, (rows, 0.0))
-        if i == 0 or i == len(curve):
-            return curve[min(i, len(curve) - 1)][1]
-        (low, slow), (high, fast) = curve[i - 1], curve[i]
-        return slow + (fast - slow) * (rows - low) / (high - low)
+        """FLOP/s of the layers' matmuls at so many rows: from ``linear_curve``, else ``rate``."""
+        return rate_at(self.linear_curve, rows) if self.linear_curve else self.rate
+
+    def head_rate(self, rows: float) -> float:
+        """FLOP/s of the head's matmul at so many rows: from ``head_curve``, else as the layers'."""
+        return rate_at(self.head_curve, rows) if self.head_curve else self.linear_rate(rows)
+
+
+def rate_at(curve: Sequence[tuple[float, float]], rows: float) -> float:
+    """FLOP/s at so many rows: between two points of the curve the seconds are linear in rows, beyond it the rate is flat."""
+    i = bisect_left(curve, (rows, 0.0))
+    if i == 0 or i == len(curve):
+        return curve[min(i, len(curve) - 1)][1]
+    (low, slow), (high, fast) = curve[i - 1], curve[i]
+    share = (rows - low) / (high - low)
+    return rows / (low / slow * (1 - share) + high / fast * share)
 
 
 def budget_bytes(shape: Shape, machine: Machine, memory_fraction: float) -> float:
@@ -241,8 +250,10 @@ class StepModel:
             (machine.attention_bytes_per_s or machine.bandwidth_bytes_per_s) * cards
         )
         self._square_seconds = 4 * shape.attention_width / ((machine.attention_flop_per_s or machine.rate) * cards)
-        self._body_bytes_s = shape.body_parameters * shape.dtype_bytes / self._bandwidth
-        self._head_bytes_s = shape.head_parameters * shape.dtype_bytes / self._bandwidth
+        self._body_bytes_s = (
+            0.0 if machine.linear_curve else shape.body_parameters * shape.dtype_bytes / self._bandwidth
+        )
+        self._head_bytes_s = 0.0 if machine.head_curve else shape.head_parameters * shape.dtype_bytes / self._bandwidth
         self._body_flop = 2 * shape.body_parameters / cards
         self._head_flop = 2 * shape.head_parameters / cards
         row_bytes = shape.hidden_size * shape.dtype_bytes
@@ -257,9 +268,7 @@ class StepModel:
         linear = max(self._body_bytes_s, self._body_flop * work.tokens / machine.linear_rate(work.tokens))
         attention = max(work.decode_kv * kv_s, work.decode_kv * square_s)
         attention += max(work.prefill_kv * kv_s, work.prefill_squares * square_s)
-        head = (
-            max(self._head_bytes_s, self._head_flop * work.rows / machine.linear_rate(work.rows)) if work.rows else 0.0
-        )
+        head = max(self._head_bytes_s, self._head_flop * work.rows / machine.head_rate(work.rows)) if work.rows else 0.0
         overhead = machine.step_overhead_s + machine.sequence_overhead_s * work.sequences
         overhead += machine.token_overhead_s * work.tokens
         return Phases(linear, attention, head, self._reduce_fixed_s + self._reduce_s * work.tokens, overhead)

@@ -9,6 +9,9 @@ The free blocks are one queue: never used ones in ascending order, then given ba
 order in which its allocator names them. So ``take`` reuses the block that has been free longest, and blocks that lay side by side
 come back side by side.
 
+A pool that is made with ``newest_first`` takes the block that was given back last instead: of host memory then only so much is
+ever touched as was held at once, and a block's first touch takes many times as long as a copy into it.
+
 Cached content. An allocator that can find a block by what it holds says so (``keep``). Such a block goes to the back of the queue
 when it is free and one without findable content to the front, so ``take`` reuses what nobody can find first, then the least
 recently used: the free queue is the cache. Reusing a kept block tells its owner (``on_reuse``); ``take_ids`` takes a wanted
@@ -32,11 +35,12 @@ class BlockPool:
     numbers: core turns one that a plugin caused into a ``PolicyError`` that names it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, newest_first: bool = False):
         if num_blocks < 0 or block_size < 1:
             raise ValueError(f"a pool needs num_blocks >= 0 and block_size >= 1, got {num_blocks} and {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._newest_first = newest_first
         self.refs: list[int] = [0] * num_blocks
         self.num_extra_refs = 0  # sum of max(0, refs - 1): blocks that sharing saves
         self.num_cached = 0  # free blocks whose content can be found
@@ -60,7 +64,7 @@ class BlockPool:
     # ------------------------------------------------------------------------------------------- taking
 
     def take(self, n: int) -> list[int]:
-        """``n`` free blocks, those free longest first, now with one reference each."""
+        """``n`` free blocks, those free longest first (``newest_first``: last), now with one reference each."""
         free, refs = self._free, self.refs
         if n > len(free) or n < 0:
             raise ValueError(f"asked for {n} blocks, {len(free)} of {self.num_blocks} are free")
@@ -144,11 +148,10 @@ class BlockPool:
                     refs[block] = 0
                     free[block] = None
                     freed.append(block)
-                    if kept:
-                        if block in kept:
-                            self.num_cached += 1
-                        else:
-                            free.move_to_end(block, last=False)
+                    if block in kept:
+                        self.num_cached += 1
+                    elif kept or self._newest_first:
+                        free.move_to_end(block, last=False)
                 else:
                     raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
         finally:

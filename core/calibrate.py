@@ -4,10 +4,10 @@
 
 Starts ``executor=torch`` with the given overrides (by default the default model and kernels) and measures read bandwidth,
 plain matrix products at the model's shapes, the link (copies of KV blocks to the host pool and back), the model's linear
-layers at several numbers of rows, and real steps of several batches and contexts, to which the overheads and the
-attention rates are fitted (core/fit.py). It takes about a minute. The result is printed as a table and kept under this
-machine's name in the cache folder; ``machine=local`` and the cost model of ``preemption=breakeven`` read it there.
-``--show`` prints what is kept. Sampling is greedy throughout.
+layers and its head at many numbers of rows, and real steps of several batches and contexts, to which the overheads and
+the attention rates are fitted (core/fit.py). It takes about a minute. The result is printed as a table and kept under
+this machine's name in the cache folder; ``machine=local`` and the cost model of ``preemption=breakeven`` read it there.
+``--show`` prints what is kept. Sampling is greedy throughout. Other processes spoil it: what they used meanwhile is shown.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import attrs
 from rich.console import Console
 from rich.table import Table
 
-from core.arithmetic import Machine, Shape
 from core.config import compose
-from core.machines import FORMAT, Measured, calibration_path, machine_name, read_calibration, write_json
-from core.shapes import shape_from_config
-from core.types import ConfigError, QuireError
+from core.machines import Measured, calibration_path, read_calibration
+from core.types import ConfigError, Limits, QuireError
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of tokens at which the linear layers are timed."""
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of tokens at which the linear layers are timed: a CPU's time is no line in them, nor one of a few levels."""
+HEAD_ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of sampled rows at which the head is timed, each of them one of ``ROWS``."""
 BASE = ["executor=torch", "frontend=replay", "max_num_seqs=32", "cache.num_blocks=1024", "cache.swap_gb=0.25"]
 Say = Callable[[str], None]
+
+
+def rows_alone(limits: Limits) -> tuple[list[int], list[int]]:
+    """Those of ``ROWS`` and of ``HEAD_ROWS`` for which there is room."""
+    most = min(limits.max_model_len, int(0.9 * limits.num_blocks * limits.block_size))
+    return [rows for rows in ROWS if rows <= most], [rows for rows in HEAD_ROWS if rows <= min(most, limits.num_blocks)]
 
 
 def plan(max_len: int, pool_tokens: int) -> list[list[tuple[int, int]]]:
@@ -50,85 +54,22 @@ def plan(max_len: int, pool_tokens: int) -> list[list[tuple[int, int]]]:
 
 def calibrate(overrides: Sequence[str], rounds: int, say: Say) -> Measured:
     """Measure, fit and keep. ConfigError for bad overrides or a model that cannot be described."""
+    from core.executors.bench import Bench
     from core.start import start
 
-    started = start(compose([*BASE, *overrides]), say=lambda line: None)
-    engine = started.engine
+    engine = start(compose([*BASE, *overrides]), say=lambda line: None).engine
     try:
-        executor: Any = engine.executor
-        described = executor.describe()
-        if described.get("executor") != "torch":
-            raise ConfigError("core.calibrate measures executor=torch; the other executors run nothing")
-        shape = _shape(executor)
-        machine, points = _measure(engine, shape, rounds, say)
+        bench = Bench(engine, say)
+        bench.round(counts=False)
+        say("warmed up")
+        for number in range(1, rounds + 1):
+            bench.round()
+            say(f"{number} of {rounds} rounds")
+        path = calibration_path(bench.shape.name, bench.shape.dtype)
+        bench.write(path)
     finally:
         engine.close()
-    from core.fit import errors
-
-    setup = {name: described.get(name) for name in ("dtype", "device", "kernels", "linears", "threads", "torch")}
-    setup |= {"model": shape.name, "block_size": engine.limits.block_size, "measured": time.strftime("%Y-%m-%d %H:%M")}
-    found = errors(shape, machine, points)
-    path = calibration_path(shape.name, shape.dtype)
-    write_json(path, {"format": FORMAT, "machine": attrs.asdict(machine), "setup": setup, "fit": found})
     return read_calibration(path)
-
-
-def _shape(executor: Any) -> Shape:
-    loaded = executor._need_model()
-    return shape_from_config(loaded.model.config.to_dict(), loaded.info.name, loaded.info.dtype)
-
-
-def _measure(engine: Any, shape: Shape, rounds: int, say: Say) -> tuple[Machine, list[Any]]:
-    import torch
-
-    from core.cache import available_memory
-    from core.executors.calibration import measure_link
-    from core.executors.measure import Stepper, host_seconds, matmul_rate, read_bandwidth
-    from core.fit import fit
-
-    executor = engine.executor
-    device, dtype = executor._device, getattr(torch, shape.dtype)
-    say("reading memory")
-    bandwidth = read_bandwidth(device)
-    say("multiplying matrices at the model's shapes")
-    width, inner = shape.num_heads * shape.head_dim, shape.intermediate_size
-    peak = matmul_rate(
-        [(shape.hidden_size, width), (shape.hidden_size, inner), (inner, shape.hidden_size)], ROWS[-1], dtype, device
-    )
-    say("copying KV blocks to the host pool and back")
-    link = measure_link(executor._shape, engine.limits.block_size, executor._layout, device)
-    stepper = Stepper(engine)
-    say("steps of the model, with and without attention")
-    kinds = plan(engine.limits.max_model_len, engine.limits.num_blocks * engine.limits.block_size)
-    alone, points = stepper.time([[(0, rows)] for rows in ROWS], kinds, rounds, say)
-    head_s = shape.head_parameters * shape.dtype_bytes / bandwidth
-    curve, best = [], 0.0
-    for rows, point in zip(ROWS, alone, strict=True):
-        best = max(best, 2 * shape.body_parameters * rows / max(point.seconds - head_s, point.seconds / 4))
-        curve.append((rows, best))  # more rows never take longer a row: what says so is noise
-    seen = max(rate * shape.dtype_bytes / 2 / rows for rows, rate in curve)  # weights read once, whatever the rows
-    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
-    machine = Machine(
-        name=machine_name(),
-        memory_gb=memory / 1e9,
-        bandwidth_bytes_per_s=max(bandwidth, seen),  # what the model itself reached can be had
-        flop_per_s=max(peak, best),
-        prefill_efficiency=best / max(peak, best),
-        link_bytes_per_s=link,
-        linear_curve=curve,
-    )
-    machine = fit(shape, machine, points)
-    say("the engine's own time beside the model's")
-    few, many = (host_seconds(engine, n, 10) for n in (1, 16))
-    a_sequence = max(0.0, (many - few) / 15)
-    own = attrs.evolve(
-        machine,
-        step_overhead_s=machine.step_overhead_s + max(0.0, few - a_sequence),
-        sequence_overhead_s=machine.sequence_overhead_s + a_sequence,
-    )
-    return own, [
-        attrs.evolve(p, seconds=p.seconds + max(0.0, few - a_sequence) + a_sequence * p.work.sequences) for p in points
-    ]
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
@@ -147,7 +88,9 @@ def table(measured: Measured) -> Table:
         ("read bandwidth", f"{machine.bandwidth_bytes_per_s / 1e9:.1f} GB/s"),
         ("matrix products at the model's shapes", f"{machine.flop_per_s / 1e9:.0f} GFLOP/s"),
         *((f"linear layers, {rows:.0f} rows", f"{rate / 1e9:.1f} GFLOP/s") for rows, rate in machine.linear_curve),
+        *((f"head, {rows:.0f} rows", f"{rate / 1e9:.1f} GFLOP/s") for rows, rate in machine.head_curve),
         ("link, blocks to the host and back", f"{machine.link_bytes_per_s / 1e9:.2f} GB/s"),
+        ("a block moved", f"{machine.move_overhead_s * 1e6:.1f} µs"),
         ("attention, reading KV (fitted)", _rate(machine.attention_bytes_per_s, "GB/s")),
         ("attention, prompts (fitted)", _rate(machine.attention_flop_per_s, "GFLOP/s")),
         ("a step (fitted)", f"{machine.step_overhead_s * 1e3:.2f} ms"),
@@ -155,11 +98,18 @@ def table(measured: Measured) -> Table:
         ("a token (fitted)", f"{machine.token_overhead_s * 1e6:.1f} µs"),
         ("fit: median error", f"{100 * found['median']:.1f} % of {found['points']} kinds of step"),
         ("fit: p90, worst", f"{100 * found['p90']:.1f} %, {100 * found['worst']:.1f} %"),
+        ("other processes meanwhile", _share(setup["others"])),
         ("kernels", ", ".join(dict.fromkeys(setup["kernels"].values()))),
         ("linears", str(setup["linears"]).removeprefix("linears: ")),
     ):
         shown.add_row(name, value)
     return shown
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "not known"
+    return f"{100 * value:.1f} % of the processors" + ("" if value < 0.05 else ": measure again without them")
 
 
 def _rate(value: float | None, unit: str) -> str:

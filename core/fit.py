@@ -1,6 +1,6 @@
 """From measured steps to a machine's overheads and attention rates: non-negative least squares on relative error. No torch.
 
-A measured step takes the time of its linear layers and head, which core/arithmetic.py knows from the machine's rates, and
+A measured step takes the time of its linear layers and head, measured by themselves as curves over rows (``curves``), and
 
     step_overhead + sequence_overhead x sequences + token_overhead x tokens
     + decode KV tokens x seconds a token + prefill squares x seconds a square
@@ -20,6 +20,9 @@ from core.arithmetic import Machine, Shape, StepModel, Work
 
 NEVER_S = 1e-15
 """Seconds a token or square where the fit found none: too short to matter, and a rate stays a number."""
+
+
+Curve = list[tuple[float, float]]  # (rows, FLOP/s)
 
 
 @attrs.frozen
@@ -48,6 +51,28 @@ def nnls(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
                 best, least = np.zeros(columns), error
                 best[list(support)] = found
     return best
+
+
+def curves(shape: Shape, bandwidth_bytes_per_s: float, alone: Sequence[Point]) -> tuple[Curve, Curve]:
+    """FLOP/s of the layers and of the head by rows, from steps without attention.
+
+    Steps of one sequence of r tokens sample one row: they give the layers, once a head that reads its weights is taken off.
+    Steps of r sequences of one token sample r rows: what they take beyond the former is the head's. More rows never take less
+    time in either curve: what says so is noise.
+    """
+    head_s = shape.head_parameters * shape.dtype_bytes / bandwidth_bytes_per_s
+    seconds = {point.work.tokens: point.seconds for point in alone if point.work.rows == 1}
+    sampled = {point.work.rows: point.seconds for point in alone if point.work.rows > 1}
+    layers = {rows: max(took - head_s, took / 4) for rows, took in seconds.items()}
+    heads = {1: head_s} | {rows: head_s + took - seconds[rows] for rows, took in sampled.items()}
+    return _rates(layers, 2 * shape.body_parameters), _rates(heads, 2 * shape.head_parameters)
+
+
+def _rates(seconds: dict[int, float], flop: int) -> Curve:
+    """(rows, FLOP/s), rows ascending, seconds not falling; ``flop`` a row."""
+    rows = sorted(seconds)
+    slowest = itertools.accumulate((seconds[r] for r in rows), max)
+    return [(float(r), flop * r / took) for r, took in zip(rows, slowest, strict=True)]
 
 
 def fit(shape: Shape, machine: Machine, points: Sequence[Point]) -> Machine:

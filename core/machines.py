@@ -7,6 +7,7 @@ and fitted overheads (the fields of ``core.arithmetic.Machine``), the set-up the
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import re
@@ -21,9 +22,11 @@ from core.arithmetic import Machine
 from core.fetch import cache_dir
 from core.types import ConfigError
 
-FORMAT = 1
+LOG = logging.getLogger(__name__)
+FORMAT = 2
 SETUP = ("kernels", "linears", "threads")
 """What must be equal for a calibration to speak for a run."""
+TIMES = re.compile(r" \([^()]* ms\)")
 
 
 def machine_name() -> str:
@@ -71,11 +74,18 @@ class Measured:
 
     def differences(self, setup: Mapping[str, Any]) -> list[str]:
         """What of a run's set-up (``TorchExecutor.describe()``) is not as it was measured, in words."""
-        return [
-            f"{name} is {setup.get(name)!r}, calibrated with {self.setup.get(name)!r}"
-            for name in SETUP
-            if setup.get(name) != self.setup.get(name)
-        ]
+        return differences(self.setup, setup)
+
+
+def differences(calibrated: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
+    """In which of ``SETUP`` two set-ups (``TorchExecutor.describe()``) differ, in words."""
+    pairs = [(name, _plain(runs.get(name)), _plain(calibrated.get(name))) for name in SETUP]
+    return [f"{name} is {one!r}, calibrated with {other!r}" for name, one, other in pairs if one != other]
+
+
+def _plain(value: Any) -> Any:
+    """A set-up's value without the times in brackets that a choice was made by: no two starts measure the same."""
+    return TIMES.sub("", value) if isinstance(value, str) else value
 
 
 def read_calibration(path: Path) -> Measured:
@@ -93,14 +103,49 @@ def read_calibration(path: Path) -> Measured:
 
 
 def calibrated(model: str, dtype: str, setup: Mapping[str, Any]) -> tuple[float, float] | None:
-    """(link bytes/s, prefill FLOP/s) of this machine for the cost model; None where none were measured with this set-up."""
+    """(link bytes/s, prefill FLOP/s) of this machine for the cost model; None where none were measured with this set-up.
+
+    The link's rate is that of blocks as they were moved, what each costs by itself included.
+    """
     path = calibration_path(model, dtype)
     if not path.exists():
         return None
-    found = read_calibration(path)
+    try:
+        found = read_calibration(path)
+    except ConfigError as error:  # no reason not to start: without it the cost model measures by itself
+        LOG.warning("%s", error)
+        return None
     if found.differences(setup):
         return None
-    return found.machine.link_bytes_per_s, found.machine.prefill_rate
+    machine, block_bytes = found.machine, found.setup["block_bytes"]
+    seconds = block_bytes / machine.link_bytes_per_s + machine.move_overhead_s
+    return block_bytes / seconds, machine.prefill_rate
+
+
+class Company:
+    """What other processes use of this machine's processors, from ``/proc/stat``: whether a measurement was disturbed."""
+
+    def __init__(self) -> None:
+        self._began = self._ticks()
+
+    def share(self) -> float | None:
+        """Of all processors' time since this was made, what neither stood idle nor was this process's: 0 to 1. None: not known."""
+        began, ended = self._began, self._ticks()
+        if began is None or ended is None:
+            return None
+        passed, busy, own = (after - before for after, before in zip(ended, began, strict=True))
+        return max(0.0, busy - own) / passed if passed > 0 else 0.0
+
+    @staticmethod
+    def _ticks() -> tuple[float, float, float] | None:
+        """Seconds since the start of the machine, over all processors: all, those not idle, those of this process."""
+        try:
+            fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:9]
+        except OSError:
+            return None
+        ticks = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+        times = os.times()
+        return sum(ticks), sum(ticks) - ticks[3] - ticks[4], times.user + times.system
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -193,7 +193,7 @@ class State:
         self.parked: dict[int, Sequence] = {}
         self.held: dict[int, Sequence] = {}
         self.pool = pool
-        self.swap = BlockPool(limits.num_swap_blocks, limits.block_size)
+        self.swap = BlockPool(limits.num_swap_blocks, limits.block_size, newest_first=True)
         self.limits = limits
         self._rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.cached_tokens: dict[int, int] = {}

@@ -75,6 +75,22 @@ def best_of(times: int, run: Callable[[], Any], device: torch.device, limit_s: f
     return best
 
 
+def split_link(shape: KVShape, block_size: int, layout: Layout, device: torch.device) -> tuple[float, float]:
+    """(bytes a second, seconds a block) of moving blocks: from whole blocks and from blocks of one token.
+
+    Together they give what ``measure_link`` does for ``block_size``; where that is 1, or small blocks are no slower, a
+    block by itself costs nothing.
+    """
+    whole = measure_link(shape, block_size, layout, device)
+    if block_size == 1:
+        return whole, 0.0
+    whole_bytes, token_bytes = shape.token_bytes * block_size, shape.token_bytes
+    whole_s, token_s = whole_bytes / whole, token_bytes / measure_link(shape, 1, layout, device)
+    rate = (whole_bytes - token_bytes) / max(whole_s - token_s, whole_s / 1000)
+    fixed_s = token_s - token_bytes / rate
+    return (rate, fixed_s) if fixed_s > 0 and rate < 10 * whole else (whole, 0.0)
+
+
 def measure_link(shape: KVShape, block_size: int, layout: Layout, device: torch.device) -> float:
     """Bytes a second of swap, out and in: whole scattered blocks, between pools made for this. Takes about 0.1 s."""
     count = min(LINK_BLOCKS, max(2, LINK_BYTES // (shape.token_bytes * block_size)))

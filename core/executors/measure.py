@@ -1,7 +1,7 @@
 """Real steps of ``executor=torch``, timed: what ``python -m core.calibrate`` fits a machine to.
 
 Batches are made as the engine makes them (core/batch.py), of sequences that exist for this only; what their KV holds does
-not matter for time. Everything is measured round by round, so that a slow minute of the machine hits every point alike.
+not matter for time. Everything is measured round by round, so that a slow minute hits every point alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from core.types import Limits, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 READ_BYTES = 256 * 2**20  # more than any cache keeps
-Said = Callable[[str], None]
+FOLLOWS_ITSELF = 32
+"""Steps of at most so many tokens run twice, and the second counts: decodes follow one another, and find caches as they left them."""
 Parts = Sequence[tuple[int, int]]
 
 
@@ -47,13 +48,17 @@ def matmul_rate(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
     return flop / best_of(5, lambda: [a @ b for a, b in pairs], device)
 
 
-class Stepper:
-    """Runs single steps of any composition on a started engine's executor."""
+Made = tuple[Work, Callable[[], Any], list[float]]  # what a step computes, a call that runs it, its seconds so far
 
-    def __init__(self, engine: Engine):
+
+class Stepper:
+    """Single steps on a started engine's executor, of given compositions: ``alone`` without attention, ``whole`` as they are."""
+
+    def __init__(self, engine: Engine, alone: Sequence[Parts], whole: Sequence[Parts]):
         self.executor: Any = engine.executor
         self.limits, self.vocab = engine.limits, engine.model.vocab_size
         self._rng = np.random.default_rng(0)
+        self._alone, self._whole = ([(*self.step(parts), []) for parts in kinds] for kinds in (alone, whole))
 
     def step(self, parts: Sequence[tuple[int, int]]) -> tuple[Work, Callable[[], Any]]:
         """A step in which one sequence each computes its tokens start .. end, and a call that runs it. The blocks are scattered."""
@@ -85,32 +90,32 @@ class Stepper:
             max_num_batched_tokens=sum(end - start for start, end in parts),
         )
 
-    def time(
-        self, alone: Sequence[Parts], whole: Sequence[Parts], rounds: int, said: Said
-    ) -> tuple[list[Point], list[Point]]:
-        """Median seconds of each kind of step, of ``alone`` without attention, after one run that is not counted.
+    def round(self, counts: bool) -> None:
+        """Every kind of step once, those without attention first; ``counts``: its seconds are kept.
 
         Both sorts run in every round: a slow minute of the machine hits them alike.
         """
-        sorts = [[self.step(parts) for parts in alone], [self.step(parts) for parts in whole]]
-        seconds: list[list[list[float]]] = [[[] for _ in made] for made in sorts]
-        for number in range(rounds + 1):
-            with self.without_attention():
-                self._round(sorts[0], seconds[0] if number else None)
-            self._round(sorts[1], seconds[1] if number else None)
-            said(f"{number} of {rounds} rounds of {len(alone) + len(whole)} kinds of step" if number else "warmed up")
-        first, second = (
-            [Point(work, statistics.median(kept)) for (work, _), kept in zip(made, times, strict=True)]
-            for made, times in zip(sorts, seconds, strict=True)
-        )
-        return first, second
+        with self.without_attention():
+            self._run(self._alone, counts)
+        self._run(self._whole, counts)
 
-    def _round(self, made: Sequence[tuple[Work, Callable[[], Any]]], seconds: list[list[float]] | None) -> None:
-        for i, (_, run) in enumerate(made):
+    def points(self) -> tuple[list[Point], list[Point]]:
+        """Median seconds of each kind of step: of those without attention, and of the whole ones."""
+        return self._medians(self._alone), self._medians(self._whole)
+
+    @staticmethod
+    def _medians(made: Sequence[Made]) -> list[Point]:
+        return [Point(work, statistics.median(seconds)) for work, _, seconds in made]
+
+    @staticmethod
+    def _run(made: Sequence[Made], counts: bool) -> None:
+        for work, run, seconds in made:
+            if work.tokens <= FOLLOWS_ITSELF:
+                run()
             started = time.perf_counter()
             run()  # ends with the sampled tokens on the host, so the device is done
-            if seconds is not None:
-                seconds[i].append(time.perf_counter() - started)
+            if counts:
+                seconds.append(time.perf_counter() - started)
 
     @contextmanager
     def without_attention(self) -> Iterator[None]:

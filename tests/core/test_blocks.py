@@ -28,6 +28,30 @@ def test_never_used_blocks_come_first_in_order_then_the_one_free_longest() -> No
     assert pool.take(5) == [4, 5, 2, 0, 1]
 
 
+def test_a_newest_first_pool_touches_no_more_blocks_than_were_held_at_once() -> None:
+    pool = BlockPool(100, 1, newest_first=True)
+    touched = set()
+    for _ in range(20):
+        taken = pool.take(3)
+        touched |= set(taken)
+        for block in taken:  # one by one, as they are swapped in
+            pool.give([block])
+    assert touched == {0, 1, 2}
+    pool.check()
+
+
+def test_a_newest_first_pool_keeps_findable_content_until_nothing_else_is_free() -> None:
+    """A host tier keeps content in the swap pool: such a block goes to the back of the queue there too."""
+    pool = BlockPool(3, 1, newest_first=True)
+    first, second = pool.take(2)
+    pool.keep(first, "prompt")
+    pool.give([first])
+    pool.give([second])
+    pool.check()
+    assert pool.num_cached == 1
+    assert pool.take(3) == [second, 2, first]
+
+
 def test_a_named_free_block_leaves_the_middle_of_the_queue() -> None:
     pool = BlockPool(4, 1)
     pool.take_ids([2])
