@@ -179,7 +179,7 @@ def test_schemathesis_finds_nothing(mode: str) -> None:
     """A small run; the slow set has the large one."""
     with warnings.catch_warnings(), judged() as server:
         warnings.simplefilter("ignore")
-        seen = judge(server, mode, 25)
+        seen = judge(server, mode, 60)  # of which about a quarter is served: a whole float is no integer here
         assert any(key.endswith("400") for key in seen)
         assert mode == "negative" or any(key == "POST /v1/completions 200" for key in seen), seen
         server.wait_idle()
