@@ -11,6 +11,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+import attrs
+
 from core.blocks import BlockPool
 from core.cost import CostModel
 from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
@@ -20,18 +22,7 @@ _put = object.__setattr__  # how core writes what is read-only to everyone else
 put_num_tokens = vars(SequenceView)["num_tokens"].__set__
 put_num_computed = vars(SequenceView)["num_computed_tokens"].__set__
 _put_room = vars(SequenceView)["_room"].__set__
-_LABELS = (
-    "arrival_s",
-    "priority",
-    "client_id",
-    "session_id",
-    "cache_salt",
-    "service_class",
-    "deadline_s",
-    "tpot_s",
-    "stall_s",
-    "recorded_output_tokens",
-)
+_LABELS = [field.name for field in attrs.fields(Request) if field.name in SequenceView.__slots__ and field.name != "id"]
 
 
 class Status(Enum):
