@@ -14,7 +14,7 @@ from core.logits import failure
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
-from core.text import StopMatcher
+from core.stops import StopMatcher
 from core.types import (
     Finished,
     FinishReason,

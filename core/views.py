@@ -99,9 +99,7 @@ class View:
     running: Sequence[SequenceView]  # in arrival order
     waiting: Sequence[SequenceView]  # in arrival order; where is "none", "swap", or "device" (of a stall, or a beam)
     idle: Sequence[SequenceView]  # ended turns of sessions that will be back, the longest idle first
-    cached_tokens: Mapping[
-        int, int
-    ]  # sequence id -> leading tokens found in the cache; a bounded head of waiting, absent = 0
+    cached_tokens: Mapping[int, int]  # leading tokens in the cache, by sequence id: of the head of waiting, absent = 0
     num_blocks: int  # in the pool
     block_size: int  # tokens
     num_free_blocks: int  # that a reserve can take (unreferenced cached ones included)
