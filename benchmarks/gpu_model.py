@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu_attention import DEVICE, DRY, decode_batch
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.calibration import sampling_of
 from core.executors.cuda import DeviceStep
@@ -72,7 +73,7 @@ def make_engine(shape: dict[str, Any], device: torch.device, limits: Limits, gra
     pool, cost = BlockPool(limits.num_blocks, limits.block_size), CostModel.of(model, 1e10, 1e14)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks="cheap", seed=0,
+        edge=Edge(model, limits, executor.tokenizer), tokenizer=executor.tokenizer, checks="cheap", seed=0,
     )  # fmt: skip
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=0))
     executor.warm_up()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.accounting import external_waste, memory_report
 from core.batch import MAX_SCORED_TOKENS, BatchBuilder, Run, sampling_batch, to_score
@@ -18,14 +18,11 @@ from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
-from core.levels import ServiceLevels
 from core.metrics import Metrics, check_record
-from core.params import check_labels, check_request, check_salt
 from core.relief import Relief
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status
-from core.structure import Grammars
 from core.types import (
     NO_CHANGE,
     Lease,
@@ -42,6 +39,9 @@ from core.types import (
 )
 from core.waiting import Mailbox, admit, predict, refused, triage
 
+if TYPE_CHECKING:
+    from core.edge import Edge
+
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
 
@@ -57,19 +57,17 @@ class Engine:
         model: ModelInfo,
         cost: CostModel,
         pool: BlockPool,
+        edge: Edge,
         tokenizer: Any = None,
         checks: str = "cheap",
         seed: int = 0,
-        levels: ServiceLevels | None = None,
     ):
         self.executor, self.hooks, self.limits, self.model = executor, hooks, limits, model
-        self.cost, self.pool, self.tokenizer = cost, pool, tokenizer
+        self.cost, self.pool, self.edge, self.tokenizer = cost, pool, edge, tokenizer
         self.full_checks = checks == "full"
         self.state = State(limits, pool, cost)
         self.state.set_finds_prefixes(hooks.has("cached_tokens"))
-        self.levels = levels or ServiceLevels()
         self.metrics = Metrics()
-        self.grammars = Grammars(tokenizer, model)
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
         self.sessions = Sessions(self.state, hooks)
@@ -117,19 +115,8 @@ class Engine:
         ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What
         only the allocator can tell (it needs more blocks than there are) comes as an ``Output`` with ``finish_reason="refused"``.
         """
-        token_ids = tuple(prompt_token_ids)
-        params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
-        check_salt(labels.get("cache_salt", ""))
-        arrival = self._now() if arrival_s is None else arrival_s
-        labels = check_labels(labels, self.levels, arrival)
-        if params.structure is not None:
-            labels["grammar"] = self.grammars.compile(params.structure)
-        id = self._next_id()
-        if (
-            params.prompt_logprobs is not None
-        ):  # a namespace of its own: what another request computed has no logits to score
-            labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
-        request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
+        arrival_s = self._now() if arrival_s is None else arrival_s
+        request = self.edge.request(self._next_id, prompt_token_ids, params, arrival_s, labels)
         self._commands.put_request(request)
         return request.id
 

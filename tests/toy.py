@@ -9,6 +9,7 @@ import attrs
 
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.levels import ServiceLevels
@@ -108,7 +109,7 @@ def make_engine(
     cost = CostModel.of(model, link_bytes_per_s, prefill_flop_per_s)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks=checks, seed=seed, levels=levels,
+        edge=Edge(model, limits, executor.tokenizer, levels), tokenizer=executor.tokenizer, checks=checks, seed=seed,
     )  # fmt: skip
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed, swap=engine.state.swap))
     return engine

@@ -13,6 +13,7 @@ import attrs
 
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.frontends.http import HttpFrontend
@@ -99,9 +100,9 @@ def toy_engine(
         model=model,
         cost=cost,
         pool=pool,
+        edge=Edge(model, limits, executor.tokenizer, levels),
         tokenizer=executor.tokenizer,
         checks=checks,
-        levels=levels,
     )
 
 
