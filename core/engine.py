@@ -18,8 +18,8 @@ from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
 from core.executors import Executor
-from core.metrics import Metrics, check_record
 from core.relief import Relief
+from core.reports import check_record
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status
@@ -41,6 +41,7 @@ from core.waiting import Mailbox, admit, predict, refused, triage
 
 if TYPE_CHECKING:
     from core.edge import Edge
+    from core.metrics import Metrics
 
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
@@ -58,16 +59,17 @@ class Engine:
         cost: CostModel,
         pool: BlockPool,
         edge: Edge,
+        metrics: Metrics,
         tokenizer: Any = None,
         checks: str = "cheap",
         seed: int = 0,
     ):
         self.executor, self.hooks, self.limits, self.model = executor, hooks, limits, model
-        self.cost, self.pool, self.edge, self.tokenizer = cost, pool, edge, tokenizer
+        self.cost, self.pool, self.tokenizer = cost, pool, tokenizer
+        self.edge, self.metrics = edge, metrics
         self.full_checks = checks == "full"
         self.state = State(limits, pool, cost)
         self.state.set_finds_prefixes(hooks.has("cached_tokens"))
-        self.metrics = Metrics()
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
         self.sessions = Sessions(self.state, hooks)
@@ -216,7 +218,7 @@ class Engine:
                     self.state.add(seq)
                 else:
                     step.outputs += refused(seq, refusal)
-                    self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
+                    step.refused.append(seq.request)
             self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
             if accepted and self.hooks.has_observers("requests_arrived"):
@@ -369,6 +371,7 @@ class Engine:
             prefix_query_tokens=step.query_tokens,
             prefix_hit_tokens=step.hit_tokens,
             num_forked=step.num_forked,
+            refused=tuple(step.refused),
         )
         self.metrics.update(report)
         if step.preempted and self.hooks.has_observers("sequences_preempted"):

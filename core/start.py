@@ -27,6 +27,7 @@ from core.discovery import discover
 from core.edge import Edge
 from core.engine import Engine
 from core.kernel import SCALED
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, ConfigError, EngineInfo, Limits, ModelInfo
 
@@ -85,6 +86,7 @@ def _start(config: DictConfig, root: Root, executor: Any, hooks: EngineHooks, te
         cost=cost,
         pool=pool,
         edge=Edge(model, limits, executor.tokenizer, root.slo),
+        metrics=Metrics(),
         tokenizer=executor.tokenizer,
         checks=root.checks,
         seed=root.seed,

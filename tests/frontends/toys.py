@@ -18,6 +18,7 @@ from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.frontends.http import HttpFrontend
 from core.levels import ServiceLevels
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, EngineInfo, Limits, PolicyError
 from plugins.allocators.paged import PagedAllocator
@@ -101,6 +102,7 @@ def toy_engine(
         cost=cost,
         pool=pool,
         edge=Edge(model, limits, executor.tokenizer, levels),
+        metrics=Metrics(),
         tokenizer=executor.tokenizer,
         checks=checks,
     )
