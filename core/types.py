@@ -14,63 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
-from core.reports import Finished, FinishReason, MemoryReport, Output, Outputs, Preempted, StepReport
-from core.views import HOLE, ReadOnlyList, SequenceView, View, Where
+from core.reports import Finished, FinishReason, MemoryReport, Output, Outputs, Preempted, StepReport  # noqa: F401
+from core.views import HOLE, ReadOnlyList, SequenceView, View, Where  # noqa: F401
 
 if TYPE_CHECKING:
     import numpy as np
 
     from core.blocks import BlockPool
     from core.cost import CostModel
-
-__all__ = [
-    "API_VERSION",
-    "HOLE",
-    "NO_CHANGE",
-    "Batch",
-    "CacheConfig",
-    "Chunk",
-    "ConfigError",
-    "EngineInfo",
-    "Eviction",
-    "EvictionKind",
-    "FinishReason",
-    "Finished",
-    "IdleChoice",
-    "Lease",
-    "Limits",
-    "MemoryReport",
-    "ModelInfo",
-    "Move",
-    "MoveKind",
-    "Output",
-    "Outputs",
-    "Plan",
-    "Policy",
-    "PolicyError",
-    "Preempted",
-    "QueueFull",
-    "QuireError",
-    "ReadOnlyList",
-    "Refusal",
-    "Release",
-    "ReleaseReason",
-    "Request",
-    "RequestError",
-    "SamplingBatch",
-    "SamplingParams",
-    "Score",
-    "SequenceView",
-    "Shortfall",
-    "StepOutput",
-    "StepReport",
-    "Structure",
-    "TokenLogprobs",
-    "Triage",
-    "View",
-    "Where",
-    "one_token",
-]
 
 API_VERSION = 1
 """Version of the plugin contract (hookspecs and the types here). An incompatible change raises it."""
