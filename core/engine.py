@@ -17,7 +17,7 @@ from core.blocks import BlockPool
 from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
-from core.executors import Executor
+from core.executors import Executor, TakesRuns
 from core.relief import Relief
 from core.reports import check_record
 from core.scratch import Step
@@ -91,7 +91,7 @@ class Engine:
         self._latest_s = float("-inf")
         self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
         self._closed = False
-        self._reads_arrays = getattr(executor, "reads_arrays", True)
+        self._takes_runs = executor if isinstance(executor, TakesRuns) else None
 
     def _next_id(self) -> int:
         return next(self._ids)
@@ -194,9 +194,9 @@ class Engine:
 
     def _execute(self, step: Step, runs: list[Run]) -> StepOutput:
         """Stages 6 to 9. An executor without a device is spared the index arrays."""
-        if not self._reads_arrays:
+        if self._takes_runs is not None:
             step.mark("pack")
-            return self.executor.execute_runs(runs, step.moves)  # type: ignore[attr-defined]
+            return self._takes_runs.execute_runs(runs, step.moves)
         batch, sampling = self._builder.pack(runs), sampling_batch(runs)
         step.mark("pack")
         output = self.executor.execute(batch, step.moves, sampling)
