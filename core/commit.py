@@ -10,7 +10,6 @@ from core.accounting import external_waste, memory_report
 from core.batch import BatchBuilder, Run, to_score
 from core.beams import Beams, Hands
 from core.hookspecs import ForkGroup
-from core.logits import failure
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
@@ -25,6 +24,7 @@ from core.types import (
     Shortfall,
     StepOutput,
     TokenLogprobs,
+    failure,
 )
 
 log = logging.getLogger(__name__)

@@ -63,6 +63,22 @@ class QueueFull(RequestError):
         self.retry_after_s = retry_after_s  # seconds until a place is expected to be free, at least 1
 
 
+UNSAMPLABLE = "the request asks for what cannot be: "
+"""How the error of such a request begins: its own fault, so the API answers 400."""
+
+
+class Unsamplable(ValueError):
+    """A request's own parameters leave no token, or cost too much to follow. The message may be shown."""
+
+    def __init__(self, reason: str):
+        super().__init__(UNSAMPLABLE + reason)
+
+
+def failure(error: Exception, what: str = "sampling") -> str:
+    """The error of one request, in a line that may be shown."""
+    return str(error) if isinstance(error, Unsamplable) else f"{what} failed: {type(error).__name__}"
+
+
 # ------------------------------------------------------------------------------------------------ requests
 
 
