@@ -61,8 +61,8 @@ def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryR
 def _plain_sums(state: State) -> tuple[int, int, int]:
     """(written, to_write, shared) where nobody shares and only running sequences hold blocks: the same as ``_sums``, sooner."""
     lengths = [view.num_computed_tokens for view in state.running]
-    rooms = [view._room for view in state.running]
-    return sum(lengths), sum([room - n for room, n in zip(rooms, lengths, strict=True) if room > n]), 0
+    ends = [view._tokens_at_end for view in state.running]
+    return sum(lengths), sum([end - n for end, n in zip(ends, lengths, strict=True) if end > n]), 0
 
 
 def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
@@ -79,7 +79,7 @@ def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
         if capacity <= computed:
             continue
         grows = view.where == "device" and view.idle_since_s is None
-        growth = max(0, view._room - computed) if grows else 0
+        growth = max(0, view._tokens_at_end - computed) if grows else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners

@@ -260,7 +260,7 @@ class Committer:
         step.num_forked += 1
         child.table.extend(table)
         child.set_computed(parent.num_computed_tokens)
-        child.measure_room(self.state.limits.block_size)
+        child.set_tokens_at_end(self.state.limits.block_size)
         step.late_moves.extend(lease.moves)
         self.state.move(child, Status.RUNNING)
         self.builder.set_row(child.row, child.table)

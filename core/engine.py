@@ -320,7 +320,7 @@ class Engine:
                 self.state.swap.give((host,))
             if seq.row >= 0:
                 builder.set_block(seq.row, index, block)
-        seq.measure_room(self.limits.block_size)
+        seq.set_tokens_at_end(self.limits.block_size)
 
     def _admit_to_batch(self, step: Step, seq: Sequence, lease: Lease) -> None:
         view = seq.view

@@ -51,7 +51,7 @@ class SequenceView:
     num_preemptions: int  # so far
     _pool: BlockPool
     _times: list[float]  # when each output token was delivered
-    _room: int  # tokens its blocks will hold when it ends, at most: for core's accounting
+    _tokens_at_end: int  # what its blocks will hold when it ends, at most: for core's accounting
     __slots__ = tuple(__annotations__)
 
     def __setattr__(self, name: str, value: object) -> None:
