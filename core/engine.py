@@ -89,7 +89,6 @@ class Engine:
         self._seeds = random.Random(seed)
         self._num_steps = 0
         self._latest_s = float("-inf")
-        self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
         self._closed = False
         self._takes_runs = executor if isinstance(executor, TakesRuns) else None
 
@@ -378,7 +377,7 @@ class Engine:
             self.hooks.observe("sequences_preempted", preempted=report.preempted)
         if step.finished and self.hooks.has_observers("sequences_finished"):
             self.hooks.observe("sequences_finished", finished=report.finished)
-        if self._listeners:
+        if self.hooks.has_observers("step_finished"):
             self.hooks.observe("step_finished", report=report)
         return report
 

@@ -22,7 +22,7 @@ from core.discovery import discover
 ROOT = Path(__file__).resolve().parents[1]
 SPINE = ("core.engine", "core.plugins", "core.hookspecs")  # read with all of core that they import
 START_ONLY = {"core.discovery": "finds what is installed, once a process, before there is an engine"}
-SPINE_LINES = 2884  # lines of code: no blank lines, comments and docstrings. It only falls: set it to what was reached
+SPINE_LINES = 2883  # lines of code: no blank lines, comments and docstrings. It only falls: set it to what was reached
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LONG_FILES = {
