@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.config import compose
+from core.executors import TakesRuns
 from core.metrics import Metrics
 from core.scratch import STAGES
 from core.start import start
@@ -67,7 +68,7 @@ def measure(num_running: int, num_steps: int, overrides: list[str]) -> Measured:
         for stage, seconds in engine.step().stage_seconds.items():
             stages[stage] += seconds
     wall, cpu = time.perf_counter() - started, time.thread_time() - cpu
-    simulated = not getattr(engine.executor, "reads_arrays", True)
+    simulated = isinstance(engine.executor, TakesRuns)
     engine.close()
     to_us = 1e6 / num_steps
     own = {stage: stages[stage] * to_us for stage in (*OWN, *(("forward",) if simulated else ()))}

@@ -15,10 +15,12 @@ import torch
 from benchmarks.gpu_attention import DEVICE, DRY, decode_batch
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.calibration import sampling_of
 from core.executors.cuda import DeviceStep
 from core.executors.torch import TorchExecutor
+from core.metrics import Metrics
 from core.model import LoadedModel, finish
 from core.plugins import Chosen, EngineHooks
 from core.text import ByteTokenizer
@@ -72,7 +74,7 @@ def make_engine(shape: dict[str, Any], device: torch.device, limits: Limits, gra
     pool, cost = BlockPool(limits.num_blocks, limits.block_size), CostModel.of(model, 1e10, 1e14)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks="cheap", seed=0,
+        edge=Edge(model, limits, executor.tokenizer), metrics=Metrics(), tokenizer=executor.tokenizer, checks="cheap", seed=0,
     )  # fmt: skip
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=0))
     executor.warm_up()

@@ -1,15 +1,12 @@
 """Where the pool's tokens are: one report a step, made by core from block tables and the pool, the same for every allocator.
 
-For each sequence with device blocks: its capacity is ``blocks x block_size``; ``written`` is what is computed; ``to_write``
-is what it
-will still write into the blocks it has (up to its declared limit, or its recorded length in a replay; the last token of an answer
-is never written); the rest is ``internal_waste``. Blocks with several owners are counted once: ``shared`` is what that saves.
+For each sequence with device blocks: its capacity is ``blocks x block_size``; ``written`` is what is computed; ``to_write`` is what it
+will still write into the blocks it has (up to its declared limit, or its recorded length in a replay; the last token of an answer is
+never written); the rest is ``internal_waste``. Blocks with several owners are counted once: ``shared`` is what that saves.
 
-Of the free blocks, ``cached`` is those whose content can be found (the pool knows: ``BlockPool.keep``); they can be taken
-at any time,
-so they are not in use. ``external_waste`` is free blocks that no waiting sequence can use: the allocator says how many consecutive
-blocks each would reserve (hook ``reservations``), and the pool how many free blocks lie in shorter runs than the least of
-them. It is 0 while nothing waits, and for allocators that take any free block.
+Of the free blocks, ``cached`` is those whose content can be found (the pool knows: ``BlockPool.keep``); they can be taken at any
+time, so they are not in use. ``external_waste`` is free blocks that no waiting sequence can use, as the allocator says (hook
+``external_waste``): 0 while nothing waits, and for allocators that take any free block.
 """
 
 from __future__ import annotations
@@ -27,19 +24,18 @@ def _owners_of_tail(view: SequenceView, table: list[int], refs: list[int], size:
 
 
 def external_waste(state: State, hooks: Any) -> int:
-    """Free tokens in runs too short for any waiting sequence's reservation; see the module's docstring."""
+    """Free tokens that no waiting sequence can use; see the module's docstring."""
     pool = state.pool
-    if not state.waiting or not pool.num_free or not hooks.has("reservations"):
+    if not state.waiting or not pool.num_free or not hooks.has("external_waste"):
         return 0
-    head = state.waiting[: state.limits.max_num_seqs]
-    runs = hooks.reservations(sequences=head)
-    if runs is None:
+    blocks = hooks.external_waste(sequences=state.waiting[: state.limits.max_num_seqs])
+    if blocks is None:
         return 0
-    if len(runs) != len(head) or not all(isinstance(n, int) and n >= 0 for n in runs):
+    if not isinstance(blocks, int) or not 0 <= blocks <= pool.num_free:
         raise hooks.policy_error(
-            "reservations", f"gave {runs!r} for {len(head)} sequences: a number of blocks for each"
+            "external_waste", f"gave {blocks!r}: of {pool.num_free} free blocks, how many are of no use"
         )
-    return pool.free_in_runs_below(min(runs)) * pool.block_size
+    return blocks * pool.block_size
 
 
 def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryReport:
@@ -65,8 +61,8 @@ def memory_report(state: State, copied_bytes: int, external: int = 0) -> MemoryR
 def _plain_sums(state: State) -> tuple[int, int, int]:
     """(written, to_write, shared) where nobody shares and only running sequences hold blocks: the same as ``_sums``, sooner."""
     lengths = [view.num_computed_tokens for view in state.running]
-    rooms = [view._room for view in state.running]
-    return sum(lengths), sum([room - n for room, n in zip(rooms, lengths, strict=True) if room > n]), 0
+    ends = [view._tokens_at_end for view in state.running]
+    return sum(lengths), sum([end - n for end, n in zip(ends, lengths, strict=True) if end > n]), 0
 
 
 def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
@@ -83,7 +79,7 @@ def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
         if capacity <= computed:
             continue
         grows = view.where == "device" and view.idle_since_s is None
-        growth = max(0, view._room - computed) if grows else 0
+        growth = max(0, view._tokens_at_end - computed) if grows else 0
         owners = _owners_of_tail(view, table, refs, size) if sharing else 1
         if owners > 1:  # each owner stands for its part of the block's unwritten tokens
             saved -= (size - computed % size) * (owners - 1) / owners

@@ -23,10 +23,19 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from core.logits import UNSAMPLABLE, failure
 from core.scratch import Step
 from core.state import Sequence, State, Status, put_num_tokens
-from core.types import Finished, FinishReason, ModelInfo, Output, SamplingParams, StepOutput, TokenLogprobs
+from core.types import (
+    UNSAMPLABLE,
+    Finished,
+    FinishReason,
+    ModelInfo,
+    Output,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+    failure,
+)
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 Life of a block::
 
-            take, take_run, take_ids              share                give
-    free  ---------------------------->  refs 1  ------->  refs n  ---------->  refs n - 1 ... 0: free, at the back of the queue
+            take, take_ids              share                give
+    free  ------------------>  refs 1  ------->  refs n  ---------->  refs n - 1 ... 0: free, at the back of the queue
 
 The free blocks are one queue: never used ones in ascending order, then given back ones, longest free first, each sequence's in the
 order in which its allocator names them. So ``take`` reuses the block that has been free longest, and blocks that lay side by side
@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from core.runs import Fit, FreeRuns, as_runs
-
 
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens. Every operation is O(blocks named), a search for a run O(log num_blocks).
+    """``num_blocks`` blocks of ``block_size`` tokens. Every operation is O(blocks named).
 
     ``refs[block]`` is the number of block tables that hold the block; read it, never write it. Errors are ``ValueError`` with the
     numbers: core turns one that a plugin caused into a ``PolicyError`` that names it.
@@ -50,7 +48,6 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._kept: dict[int, Any] = {}  # block -> owner
         self.kept: Mapping[int, Any] = MappingProxyType(self._kept)
-        self._runs: FreeRuns | None = None  # made at the first search for a run
 
     @property
     def num_free(self) -> int:
@@ -74,33 +71,7 @@ class BlockPool:
             refs[block] = 1
         if self._kept:
             self._lose(taken)
-        if self._runs is not None:
-            for start, length in as_runs(taken):
-                self._runs.remove(start, length)
         return taken
-
-    def take_run(self, n: int, fit: Fit = "first") -> list[int] | None:
-        """``n`` consecutive free blocks from the lowest hole that is long enough (``best``: the shortest), or None."""
-        starts = self.find_runs((n,), fit) if n > 0 else ()
-        if not starts:
-            return None
-        run = list(range(starts[0], starts[0] + n))
-        self._lose(run)
-        self.take_ids(run)
-        return run
-
-    def find_runs(self, lengths: Sequence[int], fit: Fit = "first") -> list[int]:
-        """Starts of disjoint runs of free blocks, one a length, as far as they fit one after the other. Nothing is taken."""
-        runs, starts = self._free_runs(), []
-        for n in lengths:
-            start = runs.find(n, fit)
-            if start is None:
-                break
-            runs.remove(start, n)
-            starts.append(start)
-        for start, n in zip(starts, lengths, strict=False):
-            runs.add(start, n)
-        return starts
 
     def take_ids(self, blocks: Iterable[int]) -> None:
         """Take exactly these free blocks, all or none. Kept content stays findable: this is how it is wanted again."""
@@ -114,9 +85,6 @@ class BlockPool:
             self.refs[block] = 1
             if kept and block in kept:
                 self.num_cached -= 1
-        if self._runs is not None:
-            for start, length in as_runs(blocks):
-                self._runs.remove(start, length)
 
     def next_to_take(self, block: int) -> None:
         """Put a free block at the front of the queue: how an allocator chooses what ``take`` reuses."""
@@ -137,27 +105,21 @@ class BlockPool:
 
         Where content is kept, a block without any goes to the front instead.
         """
-        refs, free, kept, freed = self.refs, self._free, self._kept, []
-        try:
-            for block in blocks:
-                count = refs[block] if 0 <= block < self.num_blocks else 0
-                if count > 1:
-                    refs[block] = count - 1
-                    self.num_extra_refs -= 1
-                elif count == 1:
-                    refs[block] = 0
-                    free[block] = None
-                    freed.append(block)
-                    if block in kept:
-                        self.num_cached += 1
-                    elif kept or self._newest_first:
-                        free.move_to_end(block, last=False)
-                else:
-                    raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
-        finally:
-            if self._runs is not None:
-                for start, length in as_runs(freed):
-                    self._runs.add(start, length)
+        refs, free, kept = self.refs, self._free, self._kept
+        for block in blocks:
+            count = refs[block] if 0 <= block < self.num_blocks else 0
+            if count > 1:
+                refs[block] = count - 1
+                self.num_extra_refs -= 1
+            elif count == 1:
+                refs[block] = 0
+                free[block] = None
+                if block in kept:
+                    self.num_cached += 1
+                elif kept or self._newest_first:
+                    free.move_to_end(block, last=False)
+            else:
+                raise ValueError(f"block {block} was given back but nobody holds it (a second free?)")
 
     # ------------------------------------------------------------------------------------------- cached content
 
@@ -184,20 +146,7 @@ class BlockPool:
                 if self.on_reuse is not None:
                     self.on_reuse(block, owner)
 
-    # ------------------------------------------------------------------------------------------- runs, self-check
-
-    def _free_runs(self) -> FreeRuns:
-        if self._runs is None:
-            self._runs = FreeRuns(self.num_blocks, self._free)
-        return self._runs
-
-    def largest_run(self) -> int:
-        """Length in blocks of the longest run of free blocks."""
-        return self._free_runs().largest
-
-    def free_in_runs_below(self, n: int) -> int:
-        """Free blocks in runs of less than ``n`` blocks: too short for a reservation of ``n``."""
-        return self._free_runs().shorter_than(n)
+    # ------------------------------------------------------------------------------------------- self-check
 
     def check(self) -> None:
         """Raise ``AssertionError`` with the numbers when the pool contradicts itself. O(num_blocks)."""
@@ -210,6 +159,3 @@ class BlockPool:
         assert all(0 <= b < self.num_blocks for b in self._free), "the free queue names a block outside the pool"
         cached = sum(1 for b in self._kept if not self.refs[b])
         assert cached == self.num_cached, f"{cached} free blocks have kept content, counter says {self.num_cached}"
-        if self._runs is not None:
-            holes = as_runs(sorted(self._free))
-            assert self._runs.holes() == holes, f"free runs are {holes}, the index says {self._runs.holes()}"

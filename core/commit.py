@@ -10,11 +10,10 @@ from core.accounting import external_waste, memory_report
 from core.batch import BatchBuilder, Run, to_score
 from core.beams import Beams, Hands
 from core.hookspecs import ForkGroup
-from core.logits import failure
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status, put_num_computed, put_num_tokens
-from core.text import StopMatcher
+from core.stops import StopMatcher
 from core.types import (
     Finished,
     FinishReason,
@@ -25,6 +24,7 @@ from core.types import (
     Shortfall,
     StepOutput,
     TokenLogprobs,
+    failure,
 )
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ class Committer:
         step.num_forked += 1
         child.table.extend(table)
         child.set_computed(parent.num_computed_tokens)
-        child.measure_room(self.state.limits.block_size)
+        child.set_tokens_at_end(self.state.limits.block_size)
         step.late_moves.extend(lease.moves)
         self.state.move(child, Status.RUNNING)
         self.builder.set_row(child.row, child.table)

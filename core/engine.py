@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.accounting import external_waste, memory_report
 from core.batch import MAX_SCORED_TOKENS, BatchBuilder, Run, sampling_batch, to_score
@@ -17,15 +17,12 @@ from core.blocks import BlockPool
 from core.checks import check_leases, check_plan
 from core.commit import Committer
 from core.cost import CostModel
-from core.executors import Executor
-from core.levels import ServiceLevels
-from core.metrics import Metrics, check_record
-from core.params import check_labels, check_request, check_salt
+from core.executors import Executor, TakesRuns
 from core.relief import Relief
+from core.reports import check_record
 from core.scratch import Step
 from core.sessions import Sessions
 from core.state import Sequence, State, Status
-from core.structure import Grammars
 from core.types import (
     NO_CHANGE,
     Lease,
@@ -42,6 +39,10 @@ from core.types import (
 )
 from core.waiting import Mailbox, admit, predict, refused, triage
 
+if TYPE_CHECKING:
+    from core.edge import Edge
+    from core.metrics import Metrics
+
 _new_run = tuple.__new__  # half the time of the class's own call, of which a step makes one for each sequence
 
 
@@ -57,19 +58,18 @@ class Engine:
         model: ModelInfo,
         cost: CostModel,
         pool: BlockPool,
+        edge: Edge,
+        metrics: Metrics,
         tokenizer: Any = None,
         checks: str = "cheap",
         seed: int = 0,
-        levels: ServiceLevels | None = None,
     ):
         self.executor, self.hooks, self.limits, self.model = executor, hooks, limits, model
         self.cost, self.pool, self.tokenizer = cost, pool, tokenizer
+        self.edge, self.metrics = edge, metrics
         self.full_checks = checks == "full"
         self.state = State(limits, pool, cost)
         self.state.set_finds_prefixes(hooks.has("cached_tokens"))
-        self.levels = levels or ServiceLevels()
-        self.metrics = Metrics()
-        self.grammars = Grammars(tokenizer, model)
         self.failure: BaseException | None = None
         self._builder = BatchBuilder(limits)
         self.sessions = Sessions(self.state, hooks)
@@ -89,9 +89,8 @@ class Engine:
         self._seeds = random.Random(seed)
         self._num_steps = 0
         self._latest_s = float("-inf")
-        self._listeners = tuple(name for name in ("step_finished",) if hooks.has_observers(name))
         self._closed = False
-        self._reads_arrays = getattr(executor, "reads_arrays", True)
+        self._takes_runs = executor if isinstance(executor, TakesRuns) else None
 
     def _next_id(self) -> int:
         return next(self._ids)
@@ -117,19 +116,8 @@ class Engine:
         ``QueueFull`` when ``max_queue`` requests wait; ``RequestError`` at once for what can be told from the request alone. What
         only the allocator can tell (it needs more blocks than there are) comes as an ``Output`` with ``finish_reason="refused"``.
         """
-        token_ids = tuple(prompt_token_ids)
-        params = check_request(token_ids, params or SamplingParams(), self.model, self.limits)
-        check_salt(labels.get("cache_salt", ""))
-        arrival = self._now() if arrival_s is None else arrival_s
-        labels = check_labels(labels, self.levels, arrival)
-        if params.structure is not None:
-            labels["grammar"] = self.grammars.compile(params.structure)
-        id = self._next_id()
-        if (
-            params.prompt_logprobs is not None
-        ):  # a namespace of its own: what another request computed has no logits to score
-            labels["cache_salt"] = f"{labels.get('cache_salt', '')}\0{id}"
-        request = Request(id=id, prompt_token_ids=token_ids, params=params, arrival_s=arrival, **labels)
+        arrival_s = self._now() if arrival_s is None else arrival_s
+        request = self.edge.request(self._next_id, prompt_token_ids, params, arrival_s, labels)
         self._commands.put_request(request)
         return request.id
 
@@ -205,9 +193,9 @@ class Engine:
 
     def _execute(self, step: Step, runs: list[Run]) -> StepOutput:
         """Stages 6 to 9. An executor without a device is spared the index arrays."""
-        if not self._reads_arrays:
+        if self._takes_runs is not None:
             step.mark("pack")
-            return self.executor.execute_runs(runs, step.moves)  # type: ignore[attr-defined]
+            return self._takes_runs.execute_runs(runs, step.moves)
         batch, sampling = self._builder.pack(runs), sampling_batch(runs)
         step.mark("pack")
         output = self.executor.execute(batch, step.moves, sampling)
@@ -229,7 +217,7 @@ class Engine:
                     self.state.add(seq)
                 else:
                     step.outputs += refused(seq, refusal)
-                    self.metrics.count_refused(1, seq.view.service_class, seq.view.client_id)
+                    step.refused.append(seq.request)
             self._commands.arrived(len(new))
             accepted = [seq.request for seq, refusal in zip(new, refusals, strict=True) if refusal is None]
             if accepted and self.hooks.has_observers("requests_arrived"):
@@ -331,7 +319,7 @@ class Engine:
                 self.state.swap.give((host,))
             if seq.row >= 0:
                 builder.set_block(seq.row, index, block)
-        seq.measure_room(self.limits.block_size)
+        seq.set_tokens_at_end(self.limits.block_size)
 
     def _admit_to_batch(self, step: Step, seq: Sequence, lease: Lease) -> None:
         view = seq.view
@@ -382,13 +370,14 @@ class Engine:
             prefix_query_tokens=step.query_tokens,
             prefix_hit_tokens=step.hit_tokens,
             num_forked=step.num_forked,
+            refused=tuple(step.refused),
         )
         self.metrics.update(report)
         if step.preempted and self.hooks.has_observers("sequences_preempted"):
             self.hooks.observe("sequences_preempted", preempted=report.preempted)
         if step.finished and self.hooks.has_observers("sequences_finished"):
             self.hooks.observe("sequences_finished", finished=report.finished)
-        if self._listeners:
+        if self.hooks.has_observers("step_finished"):
             self.hooks.observe("step_finished", report=report)
         return report
 

@@ -24,7 +24,7 @@ One step, with the hooks it calls::
     reserve  reserve                                   <-+
     relieve  plan_idle, choose_victims, release (evictions)  -------+  until the plan fits
     pack, move, forward, sample                             (no hooks: the executor and the kernel that select_kernel chose)
-    commit   reservations, commit, fork, release (finished), sequences_preempted, sequences_finished, step_finished
+    commit   external_waste, commit, fork, release (finished), sequences_preempted, sequences_finished, step_finished
 """
 
 from __future__ import annotations
@@ -220,12 +220,11 @@ class StepSpec:
         """
 
     @hookspec(firstresult=True)
-    def reservations(self, sequences: Sequence[SequenceView]) -> Sequence[int] | None:
-        """Give, for each waiting sequence, the consecutive blocks that its first chunk would reserve. A look: no state changes.
+    def external_waste(self, sequences: Sequence[SequenceView]) -> int | None:
+        """Give how many free blocks none of these waiting sequences could start with: pieces that are too short. No state changes.
 
         Called at commit, at most once a step, with a bounded head of the waiting queue, and only when something waits while blocks are
-        free. Core counts as external waste the free blocks in runs shorter than the least of them. None, or no provider: any
-        free block will do, so there is no external waste.
+        free. Core reports them as ``MemoryReport.external_waste``. None, or no provider: any free block will do, so there is none.
         """
 
     @hookspec(firstresult=True)
@@ -284,9 +283,9 @@ DECIDERS_OPTIONAL = (
     "cached_tokens",
     "commit",
     "fork",
-    "reservations",
+    "external_waste",
     "reset_cache",
     "prepare_model",
 )
-ALLOCATOR_HOOKS = ("admit", "cached_tokens", "reserve", "fork", "commit", "reservations", "reset_cache", "release")
+ALLOCATOR_HOOKS = ("admit", "cached_tokens", "reserve", "fork", "commit", "external_waste", "reset_cache", "release")
 OBSERVER_HOOKS = ("requests_arrived", "sequences_preempted", "sequences_finished", "step_finished")

@@ -20,23 +20,7 @@ import numpy as np
 
 from core.types import SamplingBatch, SamplingParams
 
-UNSAMPLABLE = "the request asks for what cannot be: "
-"""How the error of such a request begins: its own fault, so the API answers 400."""
-
-
-class Unsamplable(ValueError):
-    """A request's own parameters leave no token, or cost too much to follow. The message may be shown."""
-
-    def __init__(self, reason: str):
-        super().__init__(UNSAMPLABLE + reason)
-
-
 NOTHING_LEFT = "no token is left between what it allows and what it forbids"
-
-
-def failure(error: Exception, what: str = "sampling") -> str:
-    """The error of one request, in a line that may be shown."""
-    return str(error) if isinstance(error, Unsamplable) else f"{what} failed: {type(error).__name__}"
 
 
 class Edits(NamedTuple):

@@ -39,8 +39,6 @@ copies of blocks moved for them, by copy on write or, where an allocator cannot 
 
 from __future__ import annotations
 
-import itertools
-import math
 from array import array
 from operator import sub
 from typing import Any
@@ -133,7 +131,7 @@ class Metrics:
         self._kv = _KvSums()
 
     def count_refused(self, num_requests: int, service_class: str = "", client_id: str = "") -> None:
-        """Count requests that got no sequence: refused at admission, or by ``Engine.submit``."""
+        """Count requests that ``Engine.submit`` refused; those that admission refused are in the step's report."""
         self.requests["refused"] += num_requests
         self.service.count_refused(num_requests, service_class, client_id)
 
@@ -149,6 +147,8 @@ class Metrics:
             totals[stage] += seconds
         for preempted in report.preempted:
             self.preemptions[preempted.kind] += 1
+        for request in report.refused:
+            self.count_refused(1, request.service_class, request.client_id)
         failed = False
         for finished in report.finished:
             self._finish(finished)
@@ -299,37 +299,3 @@ def _tokens(memory: MemoryReport) -> tuple[int, ...]:
 
 def _ratio(value: float, of: float) -> float | None:
     return value / of if of else None
-
-
-def check_record(finished: Finished) -> None:
-    """Raise AssertionError, with the numbers, if a finished sequence's times contradict each other.
-
-    Holds for every sequence, preempted or not: times run forwards; one time a delivered token; TTFT = scheduling +
-    queueing + prefill; len(ITL) = tokens - 1; E2E = TTFT + sum(ITL), so a preemption's wait is in one gap and in E2E,
-    and not in TTFT.
-    """
-    times = finished.token_times_s
-    who = f"sequence {finished.sequence_id} of request {finished.request_id}"
-
-    def must(holds: bool, what: str) -> None:
-        if not holds:
-            raise AssertionError(f"{who}: {what}: {finished}")
-
-    must(len(times) == finished.num_output_tokens, f"{finished.num_output_tokens} output tokens, {len(times)} times")
-    must(not times or finished.first_scheduled_s is not None, "delivered tokens, but never scheduled")
-    must(finished.finish_reason != "refused" or not times, "refused, yet tokens were delivered")
-    must(finished.finish_reason not in ("stop", "length") or bool(times), "finished without a token")
-    seen, scheduled = finished.first_seen_s, finished.first_scheduled_s
-    moments = [finished.arrival_s, seen, *([] if scheduled is None else [scheduled]), *times, finished.finished_s]
-    must(all(map(math.isfinite, moments)), "a time is not finite")
-    must(all(a <= b for a, b in itertools.pairwise(moments)), "times run backwards")
-    if not times or scheduled is None:
-        return
-    ttft_s = times[0] - finished.arrival_s
-    gaps = list(map(sub, times[1:], times))
-    terms = (seen - finished.arrival_s, scheduled - seen, times[0] - scheduled)
-    slack = 1e-9 * max(1.0, abs(times[-1]))  # differences of large clock values round
-    must(len(gaps) == finished.num_output_tokens - 1, "gaps are not tokens - 1")
-    must(abs(sum(terms) - ttft_s) <= slack, "TTFT is not the sum of its terms")
-    e2e_s = times[-1] - finished.arrival_s
-    must(abs(ttft_s + math.fsum(gaps) - e2e_s) <= slack, "E2E is not TTFT + sum(ITL)")

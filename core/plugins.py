@@ -63,7 +63,7 @@ class EngineHooks:
     choose_victims: Callable[..., Any]
     fork: Callable[..., Any]
     commit: Callable[..., Any]
-    reservations: Callable[..., Any]
+    external_waste: Callable[..., Any]
     reset_cache: Callable[..., Any]
     release: Callable[..., Any]
 

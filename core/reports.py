@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
 if TYPE_CHECKING:
-    from core.types import Plan, TokenLogprobs
+    from core.types import Plan, Request, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error", "refused"]
 
@@ -118,6 +121,40 @@ class Finished:
         return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
 
 
+def check_record(finished: Finished) -> None:
+    """Raise AssertionError, with the numbers, if a finished sequence's times contradict each other.
+
+    Holds for every sequence, preempted or not: times run forwards; one time a delivered token; TTFT = scheduling +
+    queueing + prefill; len(ITL) = tokens - 1; E2E = TTFT + sum(ITL), so a preemption's wait is in one gap and in E2E,
+    and not in TTFT.
+    """
+    times = finished.token_times_s
+    who = f"sequence {finished.sequence_id} of request {finished.request_id}"
+
+    def must(holds: bool, what: str) -> None:
+        if not holds:
+            raise AssertionError(f"{who}: {what}: {finished}")
+
+    must(len(times) == finished.num_output_tokens, f"{finished.num_output_tokens} output tokens, {len(times)} times")
+    must(not times or finished.first_scheduled_s is not None, "delivered tokens, but never scheduled")
+    must(finished.finish_reason != "refused" or not times, "refused, yet tokens were delivered")
+    must(finished.finish_reason not in ("stop", "length") or bool(times), "finished without a token")
+    seen, scheduled = finished.first_seen_s, finished.first_scheduled_s
+    moments = [finished.arrival_s, seen, *([] if scheduled is None else [scheduled]), *times, finished.finished_s]
+    must(all(map(math.isfinite, moments)), "a time is not finite")
+    must(all(a <= b for a, b in itertools.pairwise(moments)), "times run backwards")
+    if not times or scheduled is None:
+        return
+    ttft_s = times[0] - finished.arrival_s
+    gaps = list(map(sub, times[1:], times))
+    terms = (seen - finished.arrival_s, scheduled - seen, times[0] - scheduled)
+    slack = 1e-9 * max(1.0, abs(times[-1]))  # differences of large clock values round
+    must(len(gaps) == finished.num_output_tokens - 1, "gaps are not tokens - 1")
+    must(abs(sum(terms) - ttft_s) <= slack, "TTFT is not the sum of its terms")
+    e2e_s = times[-1] - finished.arrival_s
+    must(abs(ttft_s + math.fsum(gaps) - e2e_s) <= slack, "E2E is not TTFT + sum(ITL)")
+
+
 @attrs.frozen(slots=True)
 class MemoryReport:
     """Where the pool's tokens are, in tokens (fractions are over ``pool``). Reserved = written + to_write + internal_waste.
@@ -160,6 +197,7 @@ class StepReport:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_forked: int = 0  # branches that started from their parent's blocks
+    refused: tuple[Request, ...] = ()  # at admission: they got no sequence, so they are not in ``finished``
 
     @property
     def idle(self) -> bool:

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import torch
 
-from core.logits import NOTHING_LEFT, Edits, Unsamplable, edits_for, failure, is_edited
-from core.types import SamplingBatch, SamplingParams, TokenLogprobs
+from core.logits import NOTHING_LEFT, Edits, edits_for, is_edited
+from core.types import SamplingBatch, SamplingParams, TokenLogprobs, Unsamplable, failure
 from core.uniform import uniform
 
 HEAD = 1024

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
-from core.types import Finished, MemoryReport, Move, Output, Preempted
+from core.types import Finished, MemoryReport, Move, Output, Preempted, Request
 
 STAGES = ("intake", "look", "plan", "reserve", "relieve", "pack", "move", "forward", "sample", "text", "commit")
 
@@ -22,6 +22,7 @@ class Step:
         "outputs",
         "preempted",
         "finished",
+        "refused",
         "memory",
         "num_tokens",
         "num_sampled",
@@ -41,6 +42,7 @@ class Step:
         self.outputs: list[Output | tuple[Any, int]] = []  # see core.reports.Outputs
         self.preempted: list[Preempted] = []
         self.finished: list[Finished] = []
+        self.refused: list[Request] = []
         self.memory: MemoryReport | None = None  # at its fullest, before commit gives anything back
         self.num_tokens = 0
         self.num_sampled = 0

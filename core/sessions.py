@@ -71,7 +71,7 @@ class Sessions:
         old.table.clear()
         old.host_blocks.clear()
         new.set_computed(shared)
-        new.measure_room(self.state.limits.block_size)
+        new.set_tokens_at_end(self.state.limits.block_size)
         self.state.move(old, Status.FINISHED)
         self.counts["resumed"] += 1
 

@@ -24,8 +24,10 @@ from core.blocks import BlockPool
 from core.config import Root, check_root, instantiate, option_name
 from core.cost import CostModel
 from core.discovery import discover
+from core.edge import Edge
 from core.engine import Engine
 from core.kernel import SCALED
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, ConfigError, EngineInfo, Limits, ModelInfo
 
@@ -83,10 +85,11 @@ def _start(config: DictConfig, root: Root, executor: Any, hooks: EngineHooks, te
         model=model,
         cost=cost,
         pool=pool,
+        edge=Edge(model, limits, executor.tokenizer, root.slo),
+        metrics=Metrics(),
         tokenizer=executor.tokenizer,
         checks=root.checks,
         seed=root.seed,
-        levels=root.slo,
     )
     hooks.setup(
         EngineInfo(

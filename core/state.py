@@ -11,6 +11,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+import attrs
+
 from core.blocks import BlockPool
 from core.cost import CostModel
 from core.types import HOLE, Limits, ReadOnlyList, Request, SamplingParams, SequenceView, View
@@ -19,27 +21,30 @@ _put = object.__setattr__  # how core writes what is read-only to everyone else
 # the same by slot, for what changes with every token
 put_num_tokens = vars(SequenceView)["num_tokens"].__set__
 put_num_computed = vars(SequenceView)["num_computed_tokens"].__set__
-_put_room = vars(SequenceView)["_room"].__set__
-_LABELS = (
-    "arrival_s",
-    "priority",
-    "client_id",
-    "session_id",
-    "cache_salt",
-    "service_class",
-    "deadline_s",
-    "tpot_s",
-    "stall_s",
-    "recorded_output_tokens",
-)
+_put_tokens_at_end = vars(SequenceView)["_tokens_at_end"].__set__
+_LABELS = [field.name for field in attrs.fields(Request) if field.name in SequenceView.__slots__ and field.name != "id"]
 
 
 class Status(Enum):
-    WAITING = "waiting"  # nothing of it is on the device
-    SWAPPED = "swapped"  # waiting, its KV in host memory
-    RUNNING = "running"  # holds device blocks and a row
-    HELD = "held"  # a beam that waits for its siblings: in no queue, and no work; its KV may be taken from it
-    IDLE = "idle"  # ended, its KV kept for its session's next turn; in no queue, and no work
+    """Where a sequence is in its life. Blocks are held by more than those that run; this is all of them, and who gives way to whom::
+
+                  in             KV on the device                what becomes of it when a plan is short of blocks
+        IDLE      State.idle     for its session's next turn     1. as plan_idle says; then the longest idle is forgotten
+        HELD      State.held     while its siblings compute      2. dropped ("recompute"), the newest first
+        WAITING   State.waiting  none; its own if State.parked   3. dropped ("turned"), the newest first, unless it is planned
+        RUNNING   State.running  its own, with a row             4. as choose_victims says; else core drops the newest ("forced")
+        SWAPPED   State.waiting  what it shares                  5. dropped ("turned"), the newest first, once nobody runs
+        FINISHED
+
+    Parked is a sequence that continues a session's turn, or a beam that found no row. SWAPPED and IDLE ones may hold host blocks. What is
+    dropped is computed again. The order is that of core/relief.py (``_take_parked``, ``_preempt``, ``_unblock``).
+    """
+
+    WAITING = "waiting"
+    SWAPPED = "swapped"
+    RUNNING = "running"
+    HELD = "held"  # a beam whose siblings are still computed: in no queue, and no work
+    IDLE = "idle"  # ended, its KV kept: in no queue, and no work
     FINISHED = "finished"
 
 
@@ -130,7 +135,7 @@ class Sequence:
             "queued_s": request.arrival_s,
             "demoted": False,
             "_pool": pool,
-            "_room": 0,
+            "_tokens_at_end": 0,
         }
         for name in _LABELS:
             facts[name] = getattr(request, name)
@@ -151,7 +156,7 @@ class Sequence:
     def set_computed(self, num_tokens: int) -> None:
         put_num_computed(self.view, num_tokens)
 
-    def measure_room(self, block_size: int) -> None:
+    def set_tokens_at_end(self, block_size: int) -> None:
         """After its table changed: how many tokens its blocks will hold when it ends, as far as is known now.
 
         Up to its declared limit, or its recorded length in a replay; the last token of an answer is never written.
@@ -159,7 +164,7 @@ class Sequence:
         view = self.view
         recorded = view.recorded_output_tokens
         output = view.max_tokens if recorded is None else min(recorded, view.max_tokens)
-        _put_room(view, min(len(self.table) * block_size, view.num_prompt_tokens + output - 1))
+        _put_tokens_at_end(view, min(len(self.table) * block_size, view.num_prompt_tokens + output - 1))
 
     def set_predicted(self, num_tokens: int) -> None:
         _put(self.view, "predicted_output_tokens", max(1, min(num_tokens, self.view.max_tokens)))

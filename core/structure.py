@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from core.logits import Unsamplable
-from core.types import ModelInfo, RequestError, Structure
+from core.types import ModelInfo, RequestError, Structure, Unsamplable
 
 CACHE_BYTES = 64 * 2**20
 """What compiled grammars may take together, by the estimate of ``_size``; the least recently used go first."""

@@ -14,63 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import attrs
 
-from core.reports import Finished, FinishReason, MemoryReport, Output, Outputs, Preempted, StepReport
-from core.views import HOLE, ReadOnlyList, SequenceView, View, Where
+from core.reports import Finished, FinishReason, MemoryReport, Output, Outputs, Preempted, StepReport  # noqa: F401
+from core.views import HOLE, ReadOnlyList, SequenceView, View, Where  # noqa: F401
 
 if TYPE_CHECKING:
     import numpy as np
 
     from core.blocks import BlockPool
     from core.cost import CostModel
-
-__all__ = [
-    "API_VERSION",
-    "HOLE",
-    "NO_CHANGE",
-    "Batch",
-    "CacheConfig",
-    "Chunk",
-    "ConfigError",
-    "EngineInfo",
-    "Eviction",
-    "EvictionKind",
-    "FinishReason",
-    "Finished",
-    "IdleChoice",
-    "Lease",
-    "Limits",
-    "MemoryReport",
-    "ModelInfo",
-    "Move",
-    "MoveKind",
-    "Output",
-    "Outputs",
-    "Plan",
-    "Policy",
-    "PolicyError",
-    "Preempted",
-    "QueueFull",
-    "QuireError",
-    "ReadOnlyList",
-    "Refusal",
-    "Release",
-    "ReleaseReason",
-    "Request",
-    "RequestError",
-    "SamplingBatch",
-    "SamplingParams",
-    "Score",
-    "SequenceView",
-    "Shortfall",
-    "StepOutput",
-    "StepReport",
-    "Structure",
-    "TokenLogprobs",
-    "Triage",
-    "View",
-    "Where",
-    "one_token",
-]
 
 API_VERSION = 1
 """Version of the plugin contract (hookspecs and the types here). An incompatible change raises it."""
@@ -110,6 +61,22 @@ class QueueFull(RequestError):
         self.num_waiting = num_waiting
         self.max_queue = max_queue
         self.retry_after_s = retry_after_s  # seconds until a place is expected to be free, at least 1
+
+
+UNSAMPLABLE = "the request asks for what cannot be: "
+"""How the error of such a request begins: its own fault, so the API answers 400."""
+
+
+class Unsamplable(ValueError):
+    """A request's own parameters leave no token, or cost too much to follow. The message may be shown."""
+
+    def __init__(self, reason: str):
+        super().__init__(UNSAMPLABLE + reason)
+
+
+def failure(error: Exception, what: str = "sampling") -> str:
+    """The error of one request, in a line that may be shown."""
+    return str(error) if isinstance(error, Unsamplable) else f"{what} failed: {type(error).__name__}"
 
 
 # ------------------------------------------------------------------------------------------------ requests

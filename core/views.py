@@ -22,70 +22,37 @@ class SequenceView:
     Every step moves the second towards the first; the newest sampled token has no KV yet.
     """
 
-    __slots__ = (
-        "id",  # int, the engine's own, unique for its life
-        "request_id",  # int, shared by the branches of one request
-        "branch",  # int, 0 is the parent
-        "n",  # int, branches of the request
-        "token_ids",  # read-only list of int [num_tokens]
-        "num_prompt_tokens",  # int
-        "num_tokens",  # int
-        "num_computed_tokens",  # int
-        "max_tokens",  # int, most output tokens (declared, or what max_model_len leaves)
-        "block_table",  # read-only list of int block ids; HOLE where there is no device block
-        "where",  # "none" | "device" | "swap": where its KV is
-        "arrival_s",  # float
-        "priority",
-        "client_id",
-        "session_id",
-        "cache_salt",
-        "service_class",  # str, names its service level
-        "deadline_s",  # float | None, when its first token is due
-        "tpot_s",  # float | None, its target for the mean time of a further token
-        "stall_s",  # float | None, its session comes back about so long after the end
-        "idle_since_s",  # float | None, when it ended, while its KV is kept for its session's next turn
-        "predicted_output_tokens",  # int in 1..max_tokens, what predictor= expects its whole answer to be
-        "num_tokens_at_preemption",  # int, num_tokens when it was last preempted; 0: never
-        "queued_s",  # float, its place in the queue: arrival, or when it was demoted
-        "demoted",  # bool, it lost its place in the queue (admission=deadline)
-        "recorded_output_tokens",  # int | None
-        "num_preemptions",  # int, so far
-        "_pool",
-        "_times",  # list of float, when each output token was delivered
-        "_room",  # int, tokens its blocks will hold when it ends, at most: for core's accounting
-    )
-
-    if TYPE_CHECKING:
-        id: int
-        request_id: int
-        branch: int
-        n: int
-        token_ids: Sequence[int]
-        num_prompt_tokens: int
-        num_tokens: int
-        num_computed_tokens: int
-        max_tokens: int
-        block_table: Sequence[int]
-        where: Where
-        arrival_s: float
-        priority: int
-        client_id: str
-        session_id: str
-        cache_salt: str
-        service_class: str
-        deadline_s: float | None
-        tpot_s: float | None
-        stall_s: float | None
-        idle_since_s: float | None
-        predicted_output_tokens: int
-        num_tokens_at_preemption: int
-        queued_s: float
-        demoted: bool
-        recorded_output_tokens: int | None
-        num_preemptions: int
-        _pool: BlockPool
-        _times: list[float]
-        _room: int
+    id: int  # the engine's own, unique for its life
+    request_id: int  # shared by the branches of one request
+    branch: int  # 0 is the parent
+    n: int  # branches of the request
+    token_ids: Sequence[int]  # read-only [num_tokens]
+    num_prompt_tokens: int
+    num_tokens: int
+    num_computed_tokens: int
+    max_tokens: int  # most output tokens (declared, or what max_model_len leaves)
+    block_table: Sequence[int]  # read-only block ids; HOLE where there is no device block
+    where: Where  # where its KV is
+    arrival_s: float
+    priority: int
+    client_id: str
+    session_id: str
+    cache_salt: str
+    service_class: str  # names its service level
+    deadline_s: float | None  # when its first token is due
+    tpot_s: float | None  # its target for the mean time of a further token
+    stall_s: float | None  # its session comes back about so long after the end
+    idle_since_s: float | None  # when it ended, while its KV is kept for its session's next turn
+    predicted_output_tokens: int  # in 1..max_tokens, what predictor= expects its whole answer to be
+    num_tokens_at_preemption: int  # num_tokens when it was last preempted; 0: never
+    queued_s: float  # its place in the queue: arrival, or when it was demoted
+    demoted: bool  # it lost its place in the queue (admission=deadline)
+    recorded_output_tokens: int | None
+    num_preemptions: int  # so far
+    _pool: BlockPool
+    _times: list[float]  # when each output token was delivered
+    _tokens_at_end: int  # what its blocks will hold when it ends, at most: for core's accounting
+    __slots__ = tuple(__annotations__)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a policy may not write SequenceView.{name}: return a decision instead, core acts on it")
@@ -127,44 +94,24 @@ class SequenceView:
 class View:
     """What a policy sees of the engine at ``now``. One object for the engine's life, kept up to date in place, read-only."""
 
-    __slots__ = (
-        "now",  # float, seconds on the executor's clock at the start of the step
-        "step",  # int, number of this step
-        "running",  # read-only list of SequenceView, in arrival order
-        "waiting",  # read-only list of SequenceView, in arrival order; where is "none", "swap", or "device" (of a stall, or a beam)
-        "idle",  # read-only list of SequenceView: ended turns of sessions that will be back, the longest idle first
-        "cached_tokens",  # Mapping sequence id -> leading tokens found in the cache; a bounded head of waiting, absent = 0
-        "num_blocks",  # int, blocks in the pool
-        "block_size",  # int, tokens
-        "num_free_blocks",  # int, blocks that a reserve can take (unreferenced cached ones included)
-        "num_free_swap_blocks",  # int, host blocks
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "max_model_len",
-        "cost",  # CostModel: seconds to move or recompute
-        "block_refs",  # read-only list: how many sequences hold each block of the pool
-        "finds_prefixes",  # bool, the allocator finds computed tokens again that nobody holds
-        "blocks_missing",  # int, blocks that the plan is short of; 0 but in a plan_idle on shortage
-    )
-
-    if TYPE_CHECKING:
-        now: float
-        step: int
-        running: Sequence[SequenceView]
-        waiting: Sequence[SequenceView]
-        idle: Sequence[SequenceView]
-        cached_tokens: Mapping[int, int]
-        num_blocks: int
-        block_size: int
-        num_free_blocks: int
-        num_free_swap_blocks: int
-        max_num_batched_tokens: int
-        max_num_seqs: int
-        max_model_len: int
-        cost: CostModel
-        block_refs: Sequence[int]
-        finds_prefixes: bool
-        blocks_missing: int
+    now: float  # seconds on the executor's clock at the start of the step
+    step: int  # number of this step
+    running: Sequence[SequenceView]  # in arrival order
+    waiting: Sequence[SequenceView]  # in arrival order; where is "none", "swap", or "device" (of a stall, or a beam)
+    idle: Sequence[SequenceView]  # ended turns of sessions that will be back, the longest idle first
+    cached_tokens: Mapping[int, int]  # leading tokens in the cache, by sequence id: of the head of waiting, absent = 0
+    num_blocks: int  # in the pool
+    block_size: int  # tokens
+    num_free_blocks: int  # that a reserve can take (unreferenced cached ones included)
+    num_free_swap_blocks: int  # on the host
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    cost: CostModel  # seconds to move or recompute
+    block_refs: Sequence[int]  # how many sequences hold each block of the pool
+    finds_prefixes: bool  # the allocator finds computed tokens again that nobody holds
+    blocks_missing: int  # that the plan is short of; 0 but in a plan_idle on shortage
+    __slots__ = tuple(__annotations__)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a policy may not write View.{name}: return a decision instead, core acts on it")

@@ -68,14 +68,10 @@ def values() -> list[str]:
     ]
     for cls in LIVE:
         parts.append(f"\n### `{cls.__name__}`\n\n{inspect.getdoc(cls)}\n\n")
-        kinds = dict(re.findall(r"^        (\w+): ([^\n=#]+)$", inspect.getsource(cls), re.MULTILINE))
-        for name, comment in re.findall(r'^        "([a-z]\w*)",(?:  # (.*))?$', inspect.getsource(cls), re.MULTILINE):
-            what = (
-                comment
-                if comment.startswith(("int", "float", "str", "read-only", "Mapping", "CostModel", "bool"))
-                else ""
-            )
-            parts.append(f"* `{name}`: {what or ', '.join(filter(None, (kinds[name], comment)))}\n")
+        for name, kind, comment in re.findall(
+            r"^    ([a-z]\w*): ([^\n=#]+?)(?:  # (.*))?$", inspect.getsource(cls), re.MULTILINE
+        ):
+            parts.append(f"* `{name}: {kind}`{': ' if comment else ''}{comment}\n")
         parts += methods(cls)
     for cls in GIVEN:
         parts.append(f"\n### `{cls.__name__}`\n\n{inspect.getdoc(cls)}\n\n{''.join(methods(cls))}")

@@ -23,7 +23,7 @@ STAGES = [
     (
         "10 commit",
         "text, stops, sharing, forks, releases, report",
-        "reservations · commit · fork · release · observers",
+        "external_waste · commit · fork · release · observers",
         "core",
     ),
 ]

@@ -20,11 +20,9 @@ from core.config import compose
 from core.discovery import discover
 
 ROOT = Path(__file__).resolve().parents[1]
-SPINE = ("types", "state", "hookspecs", "discovery", "plugins", "engine", "blocks", "batch", "cost", "metrics")
-SPINE += ("scratch", "checks", "relief", "commit", "accounting", "params")  # what the engine is split into
-SPINE_LINES = (
-    2800  # lines of code: no blank lines, comments and docstrings; the ten that the design names are under 2,000
-)
+SPINE = ("core.engine", "core.plugins", "core.hookspecs")  # read with all of core that they import
+START_ONLY = {"core.discovery": "finds what is installed, once a process, before there is an engine"}
+SPINE_LINES = 2883  # lines of code: no blank lines, comments and docstrings. It only falls: set it to what was reached
 FILE_LINES = 400
 FUNCTION_LINES = 60
 LONG_FILES = {
@@ -78,7 +76,7 @@ def test_plugins_know_only_cores_contract(path):
 
 def test_the_spine_imports_no_torch():
     """With the import blocked, so that also an indirect one is seen; the plugins module and the toy executor alike."""
-    modules = [f"core.{each}" for each in SPINE] + ["core", "core.kernel", "core.executors.toy", "plugins"]
+    modules = [*SPINE, "core", "core.kernel", "core.metrics", "core.executors.toy", "plugins"]
     code = f"""
 import sys
 for blocked in ("torch", "transformers", "hydra", "omegaconf"):
@@ -127,9 +125,18 @@ def code_lines(path):
     return len(lines - docstrings)
 
 
+def spine():
+    """Every module of core that the step loop imports, found by importing it: no list that a new module could be left off."""
+    code = f"import sys, {', '.join(SPINE)}; print(*(m for m in sys.modules if m.split('.')[0] == 'core'))"
+    return set(subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.split())
+
+
 def test_the_spine_can_be_read_in_one_sitting():
-    counted = {each: code_lines(ROOT / "core" / f"{each}.py") for each in SPINE}
-    assert sum(counted.values()) <= SPINE_LINES, counted
+    modules = spine()
+    assert modules >= {*SPINE, *START_ONLY}
+    files = {each: ROOT / each.replace(".", "/") for each in modules - set(START_ONLY)}
+    counted = {m: code_lines(f / "__init__.py" if f.is_dir() else f.with_suffix(".py")) for m, f in files.items()}
+    assert sum(counted.values()) <= SPINE_LINES, sorted(counted.items(), key=lambda one: -one[1])
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name)

@@ -9,9 +9,11 @@ import attrs
 
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.levels import ServiceLevels
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import EngineInfo, Limits, Output, SamplingParams, StepReport
 from plugins.allocators.paged import PagedAllocator
@@ -108,7 +110,7 @@ def make_engine(
     cost = CostModel.of(model, link_bytes_per_s, prefill_flop_per_s)
     engine = Engine(
         executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-        tokenizer=executor.tokenizer, checks=checks, seed=seed, levels=levels,
+        edge=Edge(model, limits, executor.tokenizer, levels), metrics=Metrics(), tokenizer=executor.tokenizer, checks=checks, seed=seed,
     )  # fmt: skip
     hooks.setup(EngineInfo(limits=limits, model=model, pool=pool, cost=cost, seed=seed, swap=engine.state.swap))
     return engine

@@ -20,7 +20,9 @@ from core.conformance.draws import same_draws
 from core.conformance.toy import Sizes, WatchedToy
 from core.cost import CostModel
 from core.discovery import Option, discover
+from core.edge import Edge
 from core.engine import Engine
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import ConfigError, EngineInfo, Limits
 
@@ -116,7 +118,7 @@ class Subject:
         cost = CostModel.of(model, sizes.link_bytes_per_s, 1e10)
         engine = Engine(
             executor=executor, hooks=hooks, limits=limits, model=model, cost=cost, pool=pool,
-            tokenizer=executor.tokenizer, checks=checks,
+            edge=Edge(model, limits, executor.tokenizer), metrics=Metrics(), tokenizer=executor.tokenizer, checks=checks,
         )  # fmt: skip
         swap = engine.state.swap
         known: dict[str, Any] = {

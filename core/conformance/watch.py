@@ -28,7 +28,7 @@ class Watch:
         self._host_salts: dict[int, str | None] = {}  # host block -> likewise
 
     def install(self) -> Watch:
-        for hook in ("cached_tokens", "reservations", "reserve", "fork", "commit", "release"):
+        for hook in ("cached_tokens", "external_waste", "reserve", "fork", "commit", "release"):
             if hook in HOOKS and self.hooks.has(hook):
                 self._calls[hook] = getattr(self.hooks, hook)
                 setattr(self.hooks, hook, getattr(self, f"_{hook}"))
@@ -75,11 +75,11 @@ class Watch:
             )
         return counts
 
-    def _reservations(self, sequences: Any) -> Any:
+    def _external_waste(self, sequences: Any) -> Any:
         before = self._state()
-        runs = self._calls["reservations"](sequences=sequences)
-        self._unchanged("reservations", before, "although it is only a look")
-        return runs
+        blocks = self._calls["external_waste"](sequences=sequences)
+        self._unchanged("external_waste", before, "although it is only a look")
+        return blocks
 
     def _reserve(self, plan: Plan, sequences: Any) -> Any:
         before, twin = self._state(), self._twin(sequences)

@@ -6,11 +6,12 @@ Stages 7 to 9 of a step (move, forward, sample) are one call, and the executor o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from core.types import Batch, CacheConfig, Limits, ModelInfo, Move, SamplingBatch, StepOutput
 
 if TYPE_CHECKING:
+    from core.batch import Run
     from core.kernel import AttentionCase, AttentionKernel
 
 
@@ -59,3 +60,11 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything. May be called twice."""
+
+
+@runtime_checkable
+class TakesRuns(Protocol):
+    """An executor that computes nothing on a device, and so is spared the index arrays: where it has this, core calls no ``execute``."""
+
+    def execute_runs(self, runs: Sequence[Run], moves: Sequence[Move]) -> StepOutput:
+        """Stages move, forward and sample of ``runs``; a token for each sample, in the order of ``core.batch.sampling_batch``."""

@@ -2,7 +2,7 @@
 
 No torch, no weights and no KV: an answer is made-up token ids, the same for the same seed, and ends where the workload
 recorded its end. The clock moves by a step's moves and phases and by nothing else, so a run depends on its config alone.
-It needs no index arrays, so core hands it the runs themselves (``reads_arrays``).
+It needs no index arrays, so core hands it the runs themselves (``core.executors.TakesRuns``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class RooflineExecutor:
     dtype: str = "auto"  # auto: the model's own, or what machine=local was measured with
 
     uses_kernels = False
-    reads_arrays = False
     cost_source = "machine"
     tokenizer: ByteTokenizer | None = attrs.field(default=None, init=False)
     fit_line: str = attrs.field(default="", init=False)

@@ -48,7 +48,7 @@ PHASES: tuple[Phase, ...] = ("decode", "prefill", "mixed")
 
 @attrs.define(eq=False, kw_only=True)
 class TorchExecutor:
-    """See the module docstring and ``core.types.Executor``."""
+    """See the module docstring and ``core.executors.Executor``."""
 
     model: Any  # a source of core.sources
     device: str = attrs.field(default="auto", validator=matches_re(r"auto|cpu|cuda(:\d+)?"))

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from core.executors import StartHooks
-from core.logits import NOTHING_LEFT, Unsamplable, apply, edits_for, failure
+from core.logits import NOTHING_LEFT, apply, edits_for
 from core.text import ByteTokenizer
 from core.types import (
     Batch,
@@ -26,6 +26,8 @@ from core.types import (
     SamplingBatch,
     StepOutput,
     TokenLogprobs,
+    Unsamplable,
+    failure,
 )
 from core.uniform import uniform
 

@@ -18,8 +18,7 @@ from core.frontends.fields import ApiError
 from core.frontends.logprobs import CompletionLogprobs, chat_content, joined, prompt_logprobs
 from core.frontends.loop import RAN_TOO_LONG, public_reason
 from core.frontends.prepare import Asked
-from core.logits import UNSAMPLABLE
-from core.types import Output, TokenLogprobs
+from core.types import UNSAMPLABLE, Output, TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 _HOLE = "<here>"

@@ -202,7 +202,7 @@ class Api:
 
     async def _compile(self, structure: Structure) -> None:
         """Compile a grammar beside the event loop; the engine then finds it in its cache."""
-        grammars = self._loop.engine.grammars
+        grammars = self._loop.engine.edge.grammars
         try:
             async with self._compiling:
                 compiling = asyncio.get_running_loop().run_in_executor(self._compilers, grammars.compile, structure)

@@ -166,7 +166,11 @@ class HttpFrontend:
         assert self._socket is not None
         name = self.served_model_name or engine.model.name
         metrics = ServerMetrics(
-            name, engine.limits.max_model_len, engine.stats, lambda: engine.metrics.service, list(engine.levels.classes)
+            name,
+            engine.limits.max_model_len,
+            engine.stats,
+            lambda: engine.metrics.service,
+            list(engine.edge.levels.classes),
         )
         loop = EngineLoop(
             engine,

@@ -35,6 +35,7 @@ from core.types import (
     SequenceView,
     Shortfall,
 )
+from plugins.allocators.runs import FreeRuns, as_runs
 
 Reserve = Literal["limit", "declared", "pow2", "oracle"]
 
@@ -76,10 +77,12 @@ class NaiveAllocator:
     fit: Literal["first", "best"] = attrs.field(default="first", validator=attrs.validators.in_(("first", "best")))
     _pool: BlockPool = attrs.field(init=False, default=None)
     _max_model_len: int = attrs.field(init=False, default=0)
+    _holes: FreeRuns = attrs.field(init=False, default=None)
 
     @hookimpl
     def setup(self, engine_info: EngineInfo) -> None:
         self._pool, self._max_model_len = engine_info.pool, engine_info.limits.max_model_len
+        self._holes = FreeRuns(self._pool.num_blocks, range(self._pool.num_blocks))
         slot = self._blocks(self._max_model_len)
         if self.reserve_for == "limit" and slot > self._pool.num_blocks:
             raise ConfigError(
@@ -96,6 +99,16 @@ class NaiveAllocator:
             return self._blocks(self._max_model_len)
         tokens = view.num_prompt_tokens + OUTPUT[self.reserve_for](view)
         return self._blocks(min(tokens, self._max_model_len))
+
+    def _take(self, blocks: Sequence[int]) -> None:
+        self._pool.take_ids(blocks)
+        for start, length in as_runs(blocks):
+            self._holes.remove(start, length)
+
+    def _give(self, blocks: Sequence[int]) -> None:
+        self._pool.give(blocks)
+        for start, length in as_runs(blocks):
+            self._holes.add(start, length)
 
     @hookimpl
     def admit(self, sequences: Sequence[SequenceView]) -> Sequence[Refusal | None]:
@@ -116,12 +129,12 @@ class NaiveAllocator:
         )
 
     @hookimpl
-    def reservations(self, sequences: Sequence[SequenceView]) -> Sequence[int]:
-        return [self._slot(view) for view in sequences]
+    def external_waste(self, sequences: Sequence[SequenceView]) -> int:
+        return self._holes.shorter_than(min(self._slot(view) for view in sequences))
 
     @hookimpl
     def reserve(self, plan: Plan, sequences: Mapping[int, SequenceView]) -> Sequence[Lease] | Shortfall:
-        pool, size = self._pool, self._pool.block_size
+        size = self._pool.block_size
         new: list[tuple[int, int]] = []  # place in the plan, blocks
         grown: list[tuple[int, list[int], list[int]]] = []  # place, the run it has, the longer one that it gets
         too_long: int | None = None  # place of the first that outlived its record and cannot grow
@@ -137,7 +150,7 @@ class NaiveAllocator:
                         too_long = i
                         break
                     grown.append((i, have, run))
-        starts = pool.find_runs([slot for _, slot in new], self.fit)
+        starts = self._holes.find_all([slot for _, slot in new], self.fit)
         if too_long is not None or len(starts) < len(new):
             for _, have, run in reversed(grown):
                 self._exchange(run, have)
@@ -151,7 +164,7 @@ class NaiveAllocator:
             pairs = list(zip(have, run, strict=False)) if not first else []
             moves += [Move("copy", *pair) for pair in (pairs if run[0] < have[0] else reversed(pairs))]
         for (i, slot), start in zip(new, starts, strict=True):
-            pool.take_ids(range(start, start + slot))
+            self._take(range(start, start + slot))
             leases[i] = Lease(tuple(enumerate(range(start, start + slot))))
         if moves:  # all on the first lease: what is leased to one may be what another moves out of
             leases[0] = Lease(leases[0].blocks, tuple(moves))
@@ -171,23 +184,23 @@ class NaiveAllocator:
         pool, last = self._pool, have[-1]
         behind = list(range(last + 1, last + 1 + wanted - len(have)))
         if behind[-1] < pool.num_blocks and not any(pool.refs[block] for block in behind):
-            pool.take_ids(behind)
+            self._take(behind)
             return have + behind
-        pool.give(have)
-        starts = pool.find_runs([wanted], self.fit)
+        self._give(have)
+        starts = self._holes.find_all([wanted], self.fit)
         run = list(range(starts[0], starts[0] + wanted)) if starts else []
-        pool.take_ids(run or have)
+        self._take(run or have)
         return run
 
     def _exchange(self, run: list[int], have: list[int]) -> None:
-        self._pool.give(run)
-        self._pool.take_ids(have)
+        self._give(run)
+        self._take(have)
 
     @hookimpl
     def fork(self, groups: Sequence[ForkGroup]) -> Sequence[Sequence[Lease]] | Shortfall:
         pool = self._pool
         slots = [self._slot(child) for _, children in groups for child in children]
-        starts = pool.find_runs(slots, self.fit)
+        starts = self._holes.find_all(slots, self.fit)
         if len(starts) < len(slots):
             return Shortfall(0, max(1, sum(slots) - pool.num_free))
         places = iter(zip(starts, slots, strict=True))
@@ -198,7 +211,7 @@ class NaiveAllocator:
             for _ in children:
                 start, slot = next(places)
                 run = range(start, start + slot)
-                pool.take_ids(run)
+                self._take(run)
                 moves = tuple(Move("copy", *pair) for pair in zip(written, run, strict=False) if pair[0] != HOLE)
                 leases.append(Lease(tuple(enumerate(run)), moves))
             answer.append(leases)
@@ -207,5 +220,5 @@ class NaiveAllocator:
     @hookimpl
     def release(self, releases: Sequence[Release]) -> Any:
         for release in releases:
-            self._pool.give(release.block_ids)
+            self._give(release.block_ids)
         return True

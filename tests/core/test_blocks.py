@@ -78,18 +78,6 @@ def test_misuse_raises_and_leaves_the_pool_sound(misuse) -> None:
     pool.check()
 
 
-def test_a_run_is_consecutive_and_a_hole_that_is_too_short_is_not_used() -> None:
-    pool = BlockPool(8, 1)
-    first = pool.take_run(3)
-    second = pool.take_run(3)
-    assert first == [0, 1, 2] and second == [3, 4, 5]
-    pool.give(first)
-    assert pool.take_run(4) is None
-    assert pool.largest_run() == 3
-    assert pool.take_run(2) == [0, 1]
-    assert pool.num_free == 3
-
-
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(-1, 4), (4, 0)])
 def test_sizes_that_make_no_pool_are_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="num_blocks >= 0 and block_size >= 1"):
@@ -115,15 +103,6 @@ def test_kept_content_is_reused_last_and_its_owner_is_told() -> None:
     pool.check()
 
 
-def test_a_run_over_kept_blocks_loses_their_content() -> None:
-    pool, lost = BlockPool(4, 1), []
-    pool.on_reuse = lambda block, owner: lost.append(block)
-    pool.keep(2, "x")
-    assert pool.take_run(4) == [0, 1, 2, 3]
-    assert lost == [2] and pool.num_cached == 0 and not pool.kept
-    pool.check()
-
-
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a plain list of owners."""
 
@@ -142,15 +121,14 @@ class PoolMachine(RuleBasedStateMachine):
             assert not set(taken) & set(self.held)
             self.held += taken
 
-    @rule(n=st.integers(1, 4))
-    def take_run(self, n: int) -> None:
-        run = self.pool.take_run(n)
-        if run is None:
-            free = [b for b in range(9) if b not in self.held]
-            assert not any(all(b + i in free for i in range(n)) for b in range(9))
+    @rule(blocks=st.sets(st.integers(0, 8), min_size=1, max_size=4))
+    def take_ids(self, blocks: set[int]) -> None:
+        if blocks & set(self.held):
+            with pytest.raises(ValueError):
+                self.pool.take_ids(blocks)
         else:
-            assert run == list(range(run[0], run[0] + n)) and not set(run) & set(self.held)
-            self.held += run
+            self.pool.take_ids(blocks)
+            self.held += blocks
 
     @rule(block=st.integers(0, 8))
     def keep_or_drop(self, block: int) -> None:

@@ -191,6 +191,8 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_numbers_and_others_g
         result.error[(0, 0)] or ""
     )
     assert "needs 13 KV blocks" in (result.error[(1, 0)] or "")
+    assert [request.id for report in result.reports for request in report.refused] == [0, 1]
+    assert engine.metrics.summary()["requests"]["refused"] == 2
     assert_as_alone([work[2]], _renumbered(result, {2: 0}))
 
 

@@ -385,27 +385,27 @@ def test_hook_release() -> None:
     assert {r.reason for r in releases} >= {"finish", "swap", "abort"}
 
 
-def test_hook_reservations() -> None:
+def test_hook_external_waste() -> None:
     """Asked with the head of the queue, and only while something waits and blocks are free; core then names what nobody can use."""
-    policy, spy = spy_on("reservations", NaiveAllocator)
+    policy, spy = spy_on("external_waste", NaiveAllocator)
     policy.reserve_for = "declared"
     work = [Work((1,) * 6, 6), Work((2,) * 4, 12), Work((3,) * 6, 6)]  # 3, 4 and 3 blocks of 4 in a pool of 8
     result = run(make_engine(allocator=policy, num_blocks=8, block_size=4), work)
-    assert spy.calls and all(arguments["sequences"] and answer == [3] for arguments, answer in spy.calls)
+    assert spy.calls and all(arguments["sequences"] and answer == 1 for arguments, answer in spy.calls)
     waste = [r.memory.external_waste for r in result.reports if r.num_waiting]
     assert waste and set(waste) == {4}  # 8 - 3 - 4 = 1 block free, 3 are wanted
 
 
-def test_hook_reservations_that_are_wrong_are_named() -> None:
+def test_external_waste_beyond_the_free_blocks_is_named() -> None:
     class Short(NaiveAllocator):
         @hookimpl
-        def reservations(self, sequences: Any) -> Any:
-            return []
+        def external_waste(self, sequences: Any) -> Any:
+            return 9
 
     engine = make_engine(allocator=Short(reserve="declared"), num_blocks=8, block_size=4)
     for i in range(3):
         engine.submit((i,) * 6, Work((1,), 6).params())
-    with pytest.raises(PolicyError, match="allocator=short reservations: gave .. for 1 sequences"):
+    with pytest.raises(PolicyError, match="allocator=short external_waste: gave 9: of 2 free blocks"):
         engine.step()
 
 

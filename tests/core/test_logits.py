@@ -16,9 +16,9 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from core.logits import UNSAMPLABLE, apply, edits_for
+from core.logits import apply, edits_for
 from core.sampler import NO_TOKEN, Sampler, cumulative, edited
-from core.types import SamplingBatch, SamplingParams
+from core.types import UNSAMPLABLE, SamplingBatch, SamplingParams
 
 V, EOS = 200, frozenset({7, 11})
 PROMPT, OUTPUT = [1, 2, 3, 2, 50], [9, 9, 4, 2, 9]

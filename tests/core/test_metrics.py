@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.metrics import KV_TOKENS, Metrics, Series, check_record
+from core.metrics import KV_TOKENS, Metrics, Series
+from core.reports import check_record
 from core.scratch import STAGES
 from core.types import Finished, MemoryReport, Output, Plan, Preempted, StepReport
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from core.fetch import is_complete, model_dir
-from core.text import ByteTokenizer, FolderTokenizer, StopMatcher, TextError
+from core.stops import StopMatcher
+from core.text import ByteTokenizer, FolderTokenizer, TextError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 WORDS = "é 你好 🙂🙂"
@@ -459,7 +460,7 @@ def test_nothing_is_given_out_after_a_stop():
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(TextError, match="must not be empty"):
+    with pytest.raises(ValueError, match="must not be empty"):
         StopMatcher(("a", ""))
 
 

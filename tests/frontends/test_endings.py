@@ -105,14 +105,14 @@ def test_a_client_that_leaves_before_its_grammar_is_compiled(monkeypatch: pytest
     compiled: list[str] = []
     hold = threading.Event()
     engine = toy_engine(eos_every=30)
-    compile = engine.grammars.compile
+    compile = engine.edge.grammars.compile
 
     def slowly(structure: Any) -> Any:
         compiled.append(structure.text)
         hold.wait(10)
         return compile(structure)
 
-    monkeypatch.setattr(engine.grammars, "compile", slowly)
+    monkeypatch.setattr(engine.edge.grammars, "compile", slowly)
     with serving(engine) as server:
         asked = {**COMPLETION, "max_tokens": 3}
         ahead = [Caller(server, asked, structured_outputs={"regex": f"a{i}"}) for i in range(2)]
@@ -132,7 +132,7 @@ def test_grammars_that_were_given_up_do_not_hold_up_large_requests(monkeypatch: 
     """Compilers that go on for clients that have left take no thread from those that parse bodies."""
     hold, begun = threading.Event(), []
     engine = toy_engine(eos_every=30)
-    monkeypatch.setattr(engine.grammars, "compile", lambda structure: (begun.append(structure), hold.wait(10)))
+    monkeypatch.setattr(engine.edge.grammars, "compile", lambda structure: (begun.append(structure), hold.wait(10)))
     with serving(engine) as server:
         for i in range(12):
             with socket.create_connection(("127.0.0.1", server.port)) as sock:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from core.config import compose, instantiate
 from core.frontends.replay import ReplayFrontend, _take
-from core.metrics import check_record
+from core.reports import check_record
 from core.results import flatten, jsonable, table, write_result
 from core.scratch import STAGES
 from core.start import start

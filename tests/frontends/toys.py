@@ -13,10 +13,12 @@ import attrs
 
 from core.blocks import BlockPool
 from core.cost import CostModel
+from core.edge import Edge
 from core.engine import Engine
 from core.executors.toy import ToyExecutor
 from core.frontends.http import HttpFrontend
 from core.levels import ServiceLevels
+from core.metrics import Metrics
 from core.plugins import Chosen, EngineHooks
 from core.types import CacheConfig, EngineInfo, Limits, PolicyError
 from plugins.allocators.paged import PagedAllocator
@@ -99,9 +101,10 @@ def toy_engine(
         model=model,
         cost=cost,
         pool=pool,
+        edge=Edge(model, limits, executor.tokenizer, levels),
+        metrics=Metrics(),
         tokenizer=executor.tokenizer,
         checks=checks,
-        levels=levels,
     )
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from core.types import ConfigError
 from plugins.allocators.naive import NaiveAllocator
+from plugins.allocators.runs import as_runs
+from plugins.preemption.swap import Swap
 from tests.toy import Work, alone, make_engine, run
 
 
@@ -123,3 +125,19 @@ def test_external_waste_is_free_blocks_that_no_waiting_request_fits() -> None:
         waste.append((engine.stats()["waiting"], memory.external_waste))
     assert (1, 8) in waste  # 2 blocks of 4 tokens
     assert all(tokens == 0 for waiting, tokens in waste if not waiting)
+
+
+def test_its_holes_are_the_pools_free_blocks_whatever_happens() -> None:
+    """Branches, a sequence that outlives its record, swaps, an abort and shortfalls: after every step the index of holes is right."""
+    allocator = NaiveAllocator(reserve="oracle", fit="best")
+    engine = make_engine(allocator=allocator, preemption=Swap(), num_blocks=12, block_size=4, num_swap_blocks=12)
+    works = [Work((1, 2, 3), 9, n=2, recorded=3), Work((4,) * 6, 12, recorded=2), Work((5,) * 9, 5, recorded=5)] * 2
+    ids = [engine.submit(work.prompt, work.params(), recorded_output_tokens=work.recorded) for work in works]
+    preempted = 0
+    while engine.has_work():
+        report = engine.step()
+        preempted += len(report.preempted)
+        if report.step == 2:
+            engine.abort(ids[1])
+        assert allocator._holes.holes() == as_runs(sorted(engine.pool._free))
+    assert preempted and allocator._holes.holes() == [(0, 12)]

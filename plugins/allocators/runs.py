@@ -2,8 +2,8 @@
 
 Three pictures of the same holes are kept: starts in ascending order (neighbours, to merge), (length, start) in ascending
 order (best
-fit, largest), and a tree of maxima over the starts (first fit). A change costs O(log blocks) and one list insertion; a search
-O(log blocks). Whoever never asks for a run never pays for this: the block pool makes it at the first call.
+fit), and a tree of maxima over the starts (first fit). A change costs O(log blocks) and one list insertion; a search
+O(log blocks). For allocators that need consecutive blocks: who takes and gives blocks of the pool says so here, too.
 """
 
 from __future__ import annotations
@@ -46,6 +46,19 @@ class FreeRuns:
                 node += 1
         return node - self._leaves
 
+    def find_all(self, lengths: Sequence[int], fit: Fit = "first") -> list[int]:
+        """Starts of disjoint holes, one a length, as far as they fit one after the other. Nothing is taken."""
+        starts: list[int] = []
+        for n in lengths:
+            start = self.find(n, fit)
+            if start is None:
+                break
+            self.remove(start, n)
+            starts.append(start)
+        for start, n in zip(starts, lengths, strict=False):
+            self.add(start, n)
+        return starts
+
     def remove(self, start: int, n: int) -> None:
         """These free blocks are taken; they lie in one hole."""
         hole = self._starts[bisect_right(self._starts, start) - 1]
@@ -74,11 +87,6 @@ class FreeRuns:
     def shorter_than(self, n: int) -> int:
         """Blocks in holes of less than ``n`` blocks. O(such holes)."""
         return sum(length for length, _ in self._by_length[: bisect_left(self._by_length, (n, -1))])
-
-    @property
-    def largest(self) -> int:
-        """Blocks of the longest hole, 0 without."""
-        return self._by_length[-1][0] if self._by_length else 0
 
     def holes(self) -> list[tuple[int, int]]:
         """(start, length) of every hole, in order."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.blocks import BlockPool
-from core.runs import FreeRuns, as_runs
+from plugins.allocators.runs import FreeRuns, as_runs
 
 BLOCKS = 13
 
@@ -37,28 +36,15 @@ def test_holes_are_found_as_a_search_of_all_blocks_finds_them(data: st.DataObjec
             runs.add(first, length)
             free |= set(range(first, first + length))
         assert runs.holes() == as_runs(sorted(free))
-        assert runs.largest == max((length for _, length in runs.holes()), default=0)
         assert runs.shorter_than(3) == sum(length for _, length in runs.holes() if length < 3)
 
 
 def test_best_fit_leaves_the_large_hole_where_first_fit_cuts_it() -> None:
     for fit, start in (("first", 0), ("best", 5)):
-        pool = BlockPool(8, 1)
-        pool.take_ids([4, 7])
-        assert pool.take_run(2, fit) == [start, start + 1]
+        assert FreeRuns(8, {0, 1, 2, 3, 5, 6}).find(2, fit) == start
 
 
-def test_runs_that_fit_one_after_the_other_are_named_and_nothing_is_taken() -> None:
-    pool = BlockPool(8, 1)
-    pool.take_ids([3])
-    before = list(pool._free)
-    assert pool.find_runs([3, 2, 2, 2]) == [0, 4, 6]
-    assert list(pool._free) == before
-    pool.check()
-
-
-def test_a_pool_that_is_never_asked_for_a_run_keeps_no_index() -> None:
-    pool = BlockPool(8, 1)
-    pool.give(pool.take(5))
-    assert pool._runs is None
-    assert pool.largest_run() == 8
+def test_holes_that_fit_one_after_the_other_are_named_and_nothing_is_taken() -> None:
+    runs = FreeRuns(8, {0, 1, 2, 4, 5, 6, 7})
+    assert runs.find_all([3, 2, 2, 2]) == [0, 4, 6]
+    assert runs.holes() == [(0, 3), (4, 4)]
