@@ -70,7 +70,7 @@ def _sums(state: State, others: list[Sequence]) -> tuple[int, int, int]:
     pool, size = state.pool, state.limits.block_size
     refs, sequences = pool.refs, state.sequences
     saved: float = pool.num_extra_refs * size  # as if shared blocks were full; part-full ones are put right below
-    written, to_write = 0, 0.0
+    written, to_write, growth = 0, 0.0, 0.0
     sharing = pool.num_extra_refs > 0
     tables = [(view, sequences[view.id].table) for view in state.running] + [(seq.view, seq.table) for seq in others]
     for view, table in tables:

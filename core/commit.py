@@ -310,7 +310,7 @@ class Committer:
         """Give back all that these hold, and forget them."""
         releases = []
         for seq, reason in gone:
-            why = reason if reason in ("abort", "error") else "finish"
+            why: Any = reason if reason in ("abort", "error") else "finish"
             releases.append(Release(seq.id, seq.device_blocks(), why))
             if seq.host_blocks:
                 self.state.swap.give(tuple(seq.host_blocks.values()))

@@ -156,20 +156,17 @@ def check_params(
     _structure(params)
     _beams(params)
     room = max_model_len - num_prompt_tokens
-    if params.max_tokens is None:
-        params = attrs.evolve(params, max_tokens=room)
-    _integer("max_tokens", params.max_tokens, 1, 2**31 - 1, "an integer of at least 1")
-    if params.max_tokens > room:
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    _integer("max_tokens", max_tokens, 1, 2**31 - 1, "an integer of at least 1")
+    if max_tokens > room:
         raise RequestError(
-            f"max_tokens is {params.max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of the "
+            f"max_tokens is {max_tokens}, but a prompt of {num_prompt_tokens} tokens leaves {room} of the "
             f"{max_model_len} tokens of max_model_len",
             "max_tokens",
         )
-    if params.min_tokens > params.max_tokens:
-        raise RequestError(
-            f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})", "min_tokens"
-        )
-    return params
+    if params.min_tokens > max_tokens:
+        raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({max_tokens})", "min_tokens")
+    return params if params.max_tokens is not None else attrs.evolve(params, max_tokens=max_tokens)
 
 
 def check_request(token_ids: Sequence[int], params: SamplingParams, model: ModelInfo, limits: Limits) -> SamplingParams:

@@ -25,7 +25,7 @@ from core.types import Batch, Move, MoveKind, SamplingBatch, SamplingParams
 LOG = logging.getLogger(__name__)
 LINK_BYTES = 64 * 2**20  # copied each way: more than a CPU keeps in its caches
 LINK_BLOCKS = 512  # most blocks, for models so small that the bytes would take very many
-_POSITIVE = [instance_of(float), gt(0)]
+_POSITIVE: list[Any] = [instance_of(float), gt(0)]
 
 
 @attrs.frozen(slots=True, kw_only=True)

@@ -58,6 +58,8 @@ class Stepper:
         self.executor: Any = engine.executor
         self.limits, self.vocab = engine.limits, engine.model.vocab_size
         self._rng = np.random.default_rng(0)
+        self._alone: list[Any]
+        self._whole: list[Any]
         self._alone, self._whole = ([(*self.step(parts), []) for parts in kinds] for kinds in (alone, whole))
 
     def step(self, parts: Sequence[tuple[int, int]]) -> tuple[Work, Callable[[], Any]]:
@@ -153,7 +155,7 @@ def host_seconds(engine: Engine, num_running: int, num_steps: int) -> float:
     """Median seconds of an engine's decode step outside the executor, with so many sequences running."""
     executor = engine.executor
     timed = _Timed(executor)
-    engine.executor = timed  # type: ignore[assignment]
+    engine.executor = timed
     try:
         params = SamplingParams(max_tokens=num_steps + 4, temperature=0.0, ignore_eos=True, detokenize=False)
         for _ in range(num_running):

@@ -120,13 +120,10 @@ class FreeRuns:
 def as_runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
     """Block ids as (start, length) of their ascending consecutive stretches, in the order given."""
     runs: list[tuple[int, int]] = []
-    start = end = None
     for block in blocks:
-        if block != end:
-            if start is not None:
-                runs.append((start, end - start))
-            start = block
-        end = block + 1
-    if start is not None:
-        runs.append((start, end - start))
+        start, length = runs[-1] if runs else (block, 0)
+        if block == start + length:
+            runs[-1:] = [(start, length + 1)]
+        else:
+            runs.append((block, 1))
     return runs

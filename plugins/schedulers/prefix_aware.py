@@ -12,6 +12,8 @@ newcomer: never. Without an allocator that shares prefixes it is ``chunked``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from core.hookspecs import hookimpl
@@ -64,7 +66,7 @@ class PrefixAwareScheduler:
         self._note(started, head)
         return chunks
 
-    def _note(self, planned: set[int], head: list[SequenceView]) -> None:
+    def _note(self, planned: set[int], head: Sequence[SequenceView]) -> None:
         """Count for everyone the later arrivals that were planned now, and forget whom nobody waits for.
 
         A planned one may lose its chunk for lack of blocks and wait on: it keeps its count.

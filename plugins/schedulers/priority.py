@@ -33,7 +33,7 @@ class PriorityScheduler:
     newcomers.
     """
 
-    age_s: float | None = attrs.field(default=60.0, validator=attrs.validators.optional(attrs.validators.gt(0)))
+    age_s: float | None = attrs.field(default=60.0, validator=attrs.validators.optional(attrs.validators.gt(0)))  # type: ignore[arg-type]
     preempt: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
     watermark: float = attrs.field(default=0.01, validator=[attrs.validators.ge(0), attrs.validators.lt(1)])
     max_chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))

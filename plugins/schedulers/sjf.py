@@ -24,7 +24,7 @@ from plugins.schedulers.packing import Room, continue_running, in_order, start_w
 class SjfScheduler:
     """Decodes get their token first, then prefills under way and newcomers, the shortest first."""
 
-    patience_s: float | None = attrs.field(default=30.0, validator=attrs.validators.optional(attrs.validators.ge(0)))
+    patience_s: float | None = attrs.field(default=30.0, validator=attrs.validators.optional(attrs.validators.ge(0)))  # type: ignore[arg-type]
     watermark: float = attrs.field(default=0.01, validator=[attrs.validators.ge(0), attrs.validators.lt(1)])
     max_chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(attrs.validators.ge(1)))
 

@@ -35,7 +35,7 @@ class SloScheduler:
     """``margin`` is the part of a TPOT target that a predicted step may take: the rest is for what the prediction does not know."""
 
     margin: float = attrs.field(default=0.95, validator=[attrs.validators.gt(0), attrs.validators.le(1)])
-    patience_s: float | None = attrs.field(default=120.0, validator=attrs.validators.optional(attrs.validators.ge(0)))
+    patience_s: float | None = attrs.field(default=120.0, validator=attrs.validators.optional(attrs.validators.ge(0)))  # type: ignore[arg-type]
     watermark: float = attrs.field(default=0.01, validator=[attrs.validators.ge(0), attrs.validators.lt(1)])
     _clock: StepClock = attrs.field(init=False, default=None)
 
