@@ -25,6 +25,7 @@ import attrs
 import uvicorn
 import uvloop
 
+from core.accounting import memory_report
 from core.frontends.access import Access, Keys, check_origins, check_tls
 from core.frontends.app import Api
 from core.frontends.connection import Connection
@@ -171,6 +172,7 @@ class HttpFrontend:
             engine.stats,
             lambda: engine.metrics.service,
             list(engine.edge.levels.classes),
+            held=lambda: memory_report(engine.state, 0),
         )
         loop = EngineLoop(
             engine,

@@ -112,10 +112,12 @@ class ServerMetrics:
         stats: Callable[[], dict[str, Any]],
         service: Callable[[], Service] | None = None,
         service_classes: Sequence[str] = (),
+        held: Callable[[], MemoryReport] | None = None,
     ):
         self._labels = [model_name]
         self._stats = stats
         self._service, self._classes = service, tuple(service_classes)  # the operator's: a closed set
+        self._held = held
         self._lock = threading.Lock()
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._finished = dict.fromkeys(REASONS, 0)
@@ -143,10 +145,15 @@ class ServerMetrics:
             counters["prefix_cache_hits"] += report.prefix_hit_tokens
             self._forks += report.num_forked
             if report.memory is not None:
-                self._memory = report.memory
+                self._memory = self._now(report, report.memory)
                 self._copied_bytes += report.memory.copied_bytes
             for finished in report.finished:
                 self._finish(finished)
+
+    def _now(self, report: StepReport, used: MemoryReport) -> MemoryReport:
+        """What is held from now on: a report tells of what its step used, and after a last one no other corrects that."""
+        ended = report.finished and self._held is not None and not self._stats()["running"]
+        return self._held() if ended else used  # type: ignore[misc]
 
     def _finish(self, done: Finished) -> None:
         add = self._histograms

@@ -213,7 +213,16 @@ class Slow(Faulty):
     """Takes its time."""
 
     def change(self, plan: Plan, sequences: Any, leases: list[Lease]) -> Any:
-        time.sleep(0.004)
+        time.sleep(0.03)
+        return leases
+
+
+class Quadratic(Faulty):
+    """Compares every sequence with every other."""
+
+    def change(self, plan: Plan, sequences: Any, leases: list[Lease]) -> Any:
+        for one in plan.chunks:
+            assert sum(other.sequence == one.sequence for other in plan.chunks) == 1
         return leases
 
 

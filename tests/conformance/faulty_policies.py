@@ -154,6 +154,15 @@ class SlowPlan(Scheduler):
         return plan
 
 
+class QuadraticPlan(Scheduler):
+    """Compares every sequence with every other."""
+
+    def change(self, view: View, plan: Plan) -> Any:
+        for one in view.running:
+            assert sum(other.id == one.id for other in view.running) == 1
+        return plan
+
+
 class PriorityNewcomers(Scheduler):
     """Right: newcomers may preempt, which its docs say. A newcomer that does not fit must not harm those that run."""
 
@@ -272,7 +281,16 @@ class SlowChoice(Victims):
     """Takes its time."""
 
     def change(self, view: View, plan: Plan, shortfall: Shortfall, victims: Any) -> Any:
-        time.sleep(0.03)
+        time.sleep(0.1)
+        return victims
+
+
+class QuadraticChoice(Victims):
+    """Compares every sequence with every other."""
+
+    def change(self, view: View, plan: Plan, shortfall: Shortfall, victims: Any) -> Any:
+        for one in view.running:
+            assert sum(other.id == one.id for other in view.running) == 1
         return victims
 
 

@@ -12,6 +12,7 @@ from tests.conformance.kit import cases_of, failure, subject_for
 
 HERE = "tests.conformance.faulty_policies"
 TOKENS, COMPANY = "test_same_tokens_as_alone", "test_any_plan_any_company"
+GROWS = "test_time_grows_with_the_sequences_not_their_square"
 SCHEDULERS = {
     "OverBudget": (TOKENS, "max_num_batched_tokens is"),
     "TooMany": (TOKENS, "max_num_seqs is"),
@@ -25,7 +26,8 @@ SCHEDULERS = {
     "SetOrder": ("test_results_do_not_depend_on_the_hash_seed", "serve the same requests differently"),
     "Counts": ("test_equal_runs_are_equal", "served differently"),
     "Takes": (TOKENS, "plan_step changed the pool"),
-    "SlowPlan": ("test_time_per_call", "the limit is 20,000"),
+    "SlowPlan": ("test_time_per_call", "the limit is 50 times"),
+    "QuadraticPlan": (GROWS, "it grows with a square"),
 }
 PREEMPTORS = {
     "TheFirst": (TOKENS, "ahead of the first chunk|leave nothing of the plan"),
@@ -37,7 +39,8 @@ PREEMPTORS = {
     "Everyone": (TOKENS, "ahead of the first chunk|leave nothing of the plan"),
     "Oldest": (COMPANY, "leave nothing of the plan|freed no block"),
     "ByChance": ("test_equal_runs_are_equal", "served differently"),
-    "SlowChoice": ("test_time_per_call", "the limit is 20,000"),
+    "SlowChoice": ("test_time_per_call", "the limit is 50 times"),
+    "QuadraticChoice": (GROWS, "it grows with a square"),
     "GivesBack": (TOKENS, "choose_victims changed the pool"),
 }
 

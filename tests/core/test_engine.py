@@ -77,7 +77,7 @@ def test_the_property_above_saw_every_kind_of_preemption(allocator: str) -> None
     assert min(seen["recompute"], seen["forked"]) > 3, seen
     assert seen["swap"] > 3 or allocator == "naive", seen  # it seldom runs short: it reserves at the start
     assert seen["turned"] > 0 or allocator == "naive", seen
-    assert seen["hit"] > 500 or allocator != "prefix", seen
+    assert seen["hit"] > 500 if allocator == "prefix" else seen["hit"] == 0, seen
 
 
 @pytest.mark.parametrize("preemption", [Recompute, Swap, BreakEven])

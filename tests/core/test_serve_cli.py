@@ -376,6 +376,59 @@ def test_a_job_gives_the_same_in_a_sweep_and_alone(here, capfd):
     assert sweep[0] == sweep[2] == alone
 
 
+RUDE = """
+import builtins, logging, random
+import attrs, numpy
+from prometheus_client import REGISTRY, Counter
+from plugins.schedulers.chunked import ChunkedScheduler
+from core.hookspecs import hookimpl
+
+@attrs.define(eq=False)
+class Rude(ChunkedScheduler):
+    @hookimpl
+    def setup(self, engine_info):
+        random.seed(1), numpy.random.seed(1)
+        logging.getLogger().addHandler(logging.NullHandler())
+        logging.getLogger("core").setLevel(logging.CRITICAL)
+        if not hasattr(builtins, "rude_counter"):
+            builtins.rude_counter = Counter("vllm:prompt_tokens", "taken by a rude plugin")
+    @hookimpl
+    def plan_step(self, view):
+        random.random(), numpy.random.random()
+        if view.now > 6:
+            raise ValueError("rude to the end")
+        return ChunkedScheduler.plan_step(self, view)
+"""
+
+
+def test_a_job_behind_a_rude_one_that_fails_gives_what_it_gives_alone(tmp_path):
+    """The first job of a sweep seeds the global generators, adds handlers, takes metric names, and fails half-way."""
+    (tmp_path / "rude.py").write_text(RUDE)
+    (tmp_path / "conf" / "scheduler").mkdir(parents=True)
+    (tmp_path / "conf" / "scheduler" / "rude.yaml").write_text(
+        "_target_: rude.Rude\nwatermark: 0.01\nmax_chunk: null\n"
+    )
+    words = [*TOY, "executor.step_seconds=0.5", "--config-dir", str(tmp_path / "conf"), "trust=[rude]"]
+    words += ["workload.output_tokens=30", "executor.vocab_size=320"]
+    swept = serve(
+        tmp_path, "-m", *words, "scheduler=rude,chunked,fcfs", "max_num_batched_tokens=4096", paths=[tmp_path]
+    )
+    assert swept.returncode == 3, swept.stderr
+    jobs = json.loads((only("multirun/*/*", tmp_path / "cwd") / "summary.json").read_text())
+    assert [job["status"] for job in jobs] == ["failed", "ok", "ok"] and "rude to the end" in jobs[0]["error"]
+    for job, scheduler in zip(jobs[1:], ("chunked", "fcfs"), strict=True):
+        folder = tmp_path / scheduler
+        single = serve(
+            tmp_path, *words, f"scheduler={scheduler}", "max_num_batched_tokens=4096", paths=[tmp_path], cwd=folder
+        )
+        assert single.returncode == 0, single.stderr
+        alone = json.loads(only("outputs/*/*/result.json", folder).read_text())
+        for record in (job, alone):
+            for key in ("job", "overrides", "manifest", "stage_seconds"):
+                record.pop(key, None)
+        assert job == alone
+
+
 def test_launchers_can_send_the_task_by_reference():
     from core import app
 

@@ -285,6 +285,8 @@ def test_any_turns_in_any_company_give_the_tokens_they_give_alone(play: tuple[li
 
 
 def test_the_property_above_saw_everything_that_can_happen_to_a_session() -> None:
+    if not COUNTS["kept"]:  # alone, or on another worker
+        test_any_turns_in_any_company_give_the_tokens_they_give_alone()
     assert min(COUNTS[event] for event in ("kept", "resumed", "swapped", "discarded")) > 20, COUNTS
 
 

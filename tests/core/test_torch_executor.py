@@ -85,6 +85,45 @@ def test_swap_and_copy_keep_the_output():
     assert seqs[0].output == expected
 
 
+EXTREMES = [
+    SamplingParams(temperature=0, logit_bias={97: -100, 98: 100}),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1e-6, seed=1),
+    SamplingParams(temperature=1, top_k=5, seed=2),
+    SamplingParams(temperature=2, seed=3),
+    SamplingParams(temperature=2, seed=4, top_p=0.01, min_p=0.5),
+    SamplingParams(temperature=1e-6, seed=5, allowed_token_ids=(100, 101), repetition_penalty=100),
+]
+"""Greedy, nearly greedy, wide, narrow, forbidden: side by side in one batch."""
+
+
+def test_extremes_in_one_batch_get_what_they_get_alone():
+    """And a temperature near 0 is greedy; a top_k of 0, -1 or more than there are tokens is none."""
+    together = drive().generate([PROMPTS[1]] * len(EXTREMES), 12, params=EXTREMES)
+    assert together == [drive().generate([PROMPTS[1]], 12, params=[one])[0] for one in EXTREMES]
+    assert together[0] == [98] * 12 and together[2] == together[1] and set(together[6]) <= {100, 101}
+    off = [SamplingParams(temperature=1, top_k=k, seed=2) for k in (0, -1, 10**6)]
+    plain = SamplingParams(temperature=1, seed=2)
+    wide = drive().generate([PROMPTS[1]] * 4, 12, params=[plain, *off])
+    assert wide == [wide[0]] * 4 and wide[0] != together[3]
+
+
+@pytest.mark.parametrize("hit", [4, 16, 36])
+def test_log_probabilities_behind_a_hit_are_those_of_a_miss(hit):
+    """A prompt whose first blocks another sequence computed: the same distribution as when it computes them itself."""
+    driver = drive(block_size=4, num_blocks=64)
+    prompt, params = list(PROMPTS[1]), SamplingParams(temperature=0, logprobs=20)
+    other = Seq([*prompt[:hit], 9, 8, 7], GREEDY, hit + 3)
+    cold, warm = Seq([*prompt], params, len(prompt)), Seq([*prompt], params, len(prompt))
+    driver.step({0: hit + 3}, [other])
+    warm.blocks, warm.computed = other.blocks[: hit // 4], hit
+    seqs = [other, cold, warm]
+    first = driver.step({1: len(prompt)}, seqs).logprobs[0]
+    again = driver.step({2: len(prompt) - hit}, seqs).logprobs[0]
+    assert [token for token, _ in first.top] == [token for token, _ in again.top]
+    assert max(abs(a - b) for (_, a), (_, b) in zip(first.top, again.top, strict=True)) < 1e-4
+
+
 def test_seconds_and_logprobs():
     driver = drive()
     seqs = [Seq([5, 6], SamplingParams(temperature=0, logprobs=2), 2), Seq([5], GREEDY, 1)]

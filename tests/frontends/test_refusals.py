@@ -231,3 +231,21 @@ def test_empty_prompts_beside_a_long_request() -> None:
         assert "".join(event["choices"][0]["text"] for event in events) == spelled(400)
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         server.wait_idle()
+
+
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logprobs", "prompt_logprobs", "priority", "stall_s",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
+def test_numbers_that_are_none_are_refused_in_every_field(server: Server, literal: str) -> None:
+    """Python's own JSON reader would take them; ours says where they stand. The next request is served."""
+    fields = [*({name: "X"} for name in NUMBERS), {"logit_bias": {"7": "X"}}]
+    bodies = [json.dumps({**COMPLETION, **one}).replace('"X"', literal) for one in fields]
+    for body in bodies:
+        reply = Reply(server, "POST", "/v1/completions", body.encode())
+        assert reply.status == 400, body
+        assert re.search(r"not valid JSON: .*line 1 column \d+", reply.error()["message"]), reply.error()
+    assert post(server, "/v1/completions", COMPLETION, max_tokens=2).json()["usage"]["completion_tokens"] == 2
