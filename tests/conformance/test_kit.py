@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from core.conformance import KINDS, plugin
 from core.conformance.__main__ import main
@@ -216,6 +217,8 @@ def test_our_own_conform(option: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OURS)
 def test_our_own_conform_in_full(option: str) -> None:
+    if option == "kernel=triton" and not torch.cuda.is_available():
+        pytest.skip("kernel=triton needs a GPU: here tests/plugins/test_kernel_triton.py runs its kernels interpreted")
     _prove(option, "--examples", "300")
 
 

@@ -143,6 +143,8 @@ async def _stream_all(client) -> list[str]:
             try:
                 await client.models.list()
                 break
-            except openai.APIConnectionError:
+            except (openai.APIConnectionError, openai.InternalServerError):  # no socket yet; 503 while the model loads
                 await asyncio.sleep(0.25)
+        else:
+            raise AssertionError("the server is not ready after a minute")
         return await asyncio.gather(*(one(row) for row in REFERENCE[-16:]))
