@@ -125,7 +125,7 @@ void weigh(float* acc, int acc_row, const float* keep, const float* weights, con
 #undef QUIRE_COLUMNS
 }
 
-// Scores [rows][ROW] of `count` keys become weights, by each row's largest score so far; `keep` rescales what was summed before.
+// Scores [rows][ROW] of `count` keys become weights, by each row's largest score; `keep` rescales earlier sums (whole vectors).
 template <int ROW>
 void soften(float* scores, int rows, int count, float soft_cap, float* most, float* total, float* keep) {
   const int padded = round_up(count, W);
@@ -141,17 +141,20 @@ void soften(float* scores, int rows, int count, float soft_cap, float* most, flo
       }
       peak = larger(x, peak);
     }
-    const float before = most[r], now = std::max(before, highest(peak));
-    const float origin = now == NONE ? 0.f : now;
+    keep[r] = most[r], most[r] = std::max(most[r], highest(peak));
+  }
+  for (int r = 0; r < rows; r += W)  // a finite origin: nothing seen before gives 0
+    store(keep + r, exponential(load(keep + r) - larger(load(most + r), fill(std::numeric_limits<float>::lowest()))));
+  for (int r = 0; r < rows; ++r) {
+    float* row = scores + r * ROW;
+    const float origin = most[r] == NONE ? 0.f : most[r];
     vf added = {};
     for (int t = 0; t < padded; t += W) {
       const vf weight = exponential(load(row + t) - origin);
       store(row + t, weight);
       added += weight;
     }
-    keep[r] = before == NONE ? 0.f : std::exp(before - origin);
     total[r] = total[r] * keep[r] + sum(added);
-    most[r] = now;
   }
 }
 
@@ -168,8 +171,8 @@ template <class E> void decode_item(const Layer& c, const Item& item, const Item
   float* q = scratch(0, size_t(rows) * wide);
   float* acc = scratch(1, size_t(rows) * wide);
   float* scores = scratch(2, size_t(rows) * KEYS);
-  float* state = scratch(3, size_t(rows) * 3);
-  float *most = state, *total = state + rows, *keep = state + 2 * rows;
+  float* state = scratch(3, size_t(round_up(rows, W)) * 3);
+  float *most = state, *total = state + round_up(rows, W), *keep = total + round_up(rows, W);
   const float* from = c.q + item.query_begin * c.q_token + first_row * c.q_head;
   for (int r = 0; r < rows; ++r) {
     for (int d = 0; d < dim; ++d) q[r * wide + d] = from[r * c.q_head + d] * c.scale;
@@ -313,10 +316,10 @@ template <class E> void prefill_item(const Layer& c, const Item& item) {
   float* q = scratch(0, size_t(rows) * wide);
   float* acc = scratch(1, size_t(rows) * wide);
   float* scores = scratch(2, size_t(rows) * WIDE);
-  float* state = scratch(3, size_t(rows) * 3);
+  float* state = scratch(3, size_t(round_up(rows, W)) * 3);
   float* keys = scratch(4, size_t(wide) * WIDE);    // [dim][WIDE]
   float* values = scratch(5, size_t(wide) * WIDE);  // [WIDE][wide]
-  float *most = state, *total = state + rows, *keep = state + 2 * rows;
+  float *most = state, *total = state + round_up(rows, W), *keep = total + round_up(rows, W);
   for (int h = item.head_begin; h < item.head_end; ++h) {
     for (int r = 0; r < rows; ++r) {
       const float* from = c.q + (item.query_begin + r / group) * c.q_token + (h * group + r % group) * c.q_head;

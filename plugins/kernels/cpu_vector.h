@@ -65,10 +65,12 @@ inline v4 fold(vf x) {
 }
 inline float sum(vf x) { const v4 s = fold(x); return (s[0] + s[2]) + (s[1] + s[3]); }
 inline float highest(vf x) {
-  float lanes[W]; store(lanes, x);
-  float most = lanes[0];
-  for (int i = 1; i < W; ++i) most = lanes[i] > most ? lanes[i] : most;
-  return most;
+  v4 parts[W / 4];
+  std::memcpy(parts, &x, sizeof x);
+  v4 most = parts[0];
+  for (int i = 1; i < W / 4; ++i) most = parts[i] > most ? parts[i] : most;
+  const float a = most[0] > most[1] ? most[0] : most[1], b = most[2] > most[3] ? most[2] : most[3];
+  return a > b ? a : b;
 }
 inline vf mix_low(vf a, vf b) {  // in each 4 lanes: a0 b0 a1 b1
 #if QUIRE_LANES == 4
