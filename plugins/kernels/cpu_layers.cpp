@@ -82,7 +82,7 @@ void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int
 // Where x has more rows than fit into registers, a panel is multiplied chunk by chunk, all rows with each: the first rows
 // read the chunk from memory, the others find it in the first-level cache, and meanwhile the next chunk is fetched, a part
 // with each row of weights, so that memory and arithmetic overlap. Few rows read a panel once, and fetch AHEAD rows on.
-constexpr int64_t CHUNK = W == 16 ? 64 : 256, AHEAD = W == 16 ? 24 : 256;  // rows of a panel
+constexpr int64_t CHUNK = W == 16 ? 64 : 256, AHEAD = W == 16 ? 13 : 256;  // rows of a panel
 constexpr int LINE = W == 4 ? 8 : 16;  // floats from one fetch to the next
 constexpr int FAR = 2;                 // fetches go into the second-level cache
 
@@ -96,7 +96,7 @@ void multiply_chunk(const float* x, int64_t x_row, const float* weights, int64_t
   const float* rows[(M + 2) / 3];  // every third row; the two behind it are at one and two strides
   for (int m = 0; m < M; m += 3) rows[m / 3] = x + m * x_row;
   for (int64_t i = 0; i < k; ++i, weights += PANEL) {
-    if (fetch < end) {
+    if (M > 2 && fetch < end) {
       for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch + c * LINE, 0, FAR);
       fetch += EACH * LINE;
     }
@@ -105,6 +105,10 @@ void multiply_chunk(const float* x, int64_t x_row, const float* weights, int64_t
     for (int m = 0; m < M; ++m) {
       const vf left = fill(rows[m / 3][(m % 3) * x_row]);
       for (int c = 0; c < VECTORS; ++c) s[m][c] += left * right[c];
+    }
+    if (M <= 2) {  // with so little to compute, fetches and a branch before the loads hold them up
+      for (int c = 0; c < EACH; ++c) __builtin_prefetch(fetch + c * LINE, 0, FAR);
+      fetch += fetch < end ? EACH * LINE : 0;
     }
     for (int m = 0; m < M; m += 3) ++rows[m / 3];
   }
@@ -118,6 +122,24 @@ void multiply_rows(int64_t m, const float* x, int64_t x_row, const float* weight
   if constexpr (M > 0) {
     if (m == M) return multiply_chunk<M, EACH>(x, x_row, weights, k, first, sums, fetch, end);
     multiply_rows<M - 1, EACH>(m, x, x_row, weights, k, first, sums, fetch, end);
+  }
+}
+
+// out[rows][columns of one panel] (+)= sums[rows][PANEL] + bias
+void finish(const float* sums, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
+  if (panel.columns < PANEL) {
+    for (int64_t r = 0; r < rows; ++r, out += out_row, sums += PANEL)
+      for (int64_t j = 0; j < panel.columns; ++j)
+        out[j] = (add ? out[j] : 0) + sums[j] + (panel.bias ? panel.bias[j] : 0);
+    return;
+  }
+  vf bias[VECTORS] = {};
+  if (panel.bias)
+    for (int c = 0; c < VECTORS; ++c) bias[c] = load(panel.bias + c * W);
+  for (int64_t r = 0; r < rows; ++r, out += out_row, sums += PANEL) {
+    vf total[VECTORS];
+    for (int c = 0; c < VECTORS; ++c) total[c] = load(sums + c * W) + bias[c];
+    for (int c = 0; c < VECTORS; ++c) store(out + c * W, add ? load(out + c * W) + total[c] : total[c]);
   }
 }
 
@@ -144,9 +166,7 @@ void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, boo
       done += m;
     }
   }
-  for (int64_t r = 0; r < rows; ++r, out += out_row, sums += PANEL)
-    for (int64_t j = 0; j < panel.columns; ++j)
-      out[j] = (add ? out[j] : 0) + sums[j] + (panel.bias ? panel.bias[j] : 0);
+  finish(sums, rows, panel, add, out, out_row);
 }
 
 // ------------------------------------------------------------------------------------------------ memory

@@ -147,6 +147,8 @@ class Decoder(torch.nn.Module):
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
         self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
         self._rooms: dict[str, torch.Tensor] = {}
+        self._views: dict[str, torch.Tensor] = {}  # the first rows of a room, as many as the last call asked for
+        self._split: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None  # q, k and v of one tensor
 
     def pack(self, chooser: Chooser) -> None:
         """Put every weight into its fastest form, one after the other, so that few are held twice at any time."""
@@ -157,11 +159,14 @@ class Decoder(torch.nn.Module):
         self.fused = isinstance(self.operators, CpuOperators) and all(layer.fuse() for layer in self.blocks)
 
     def _room(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """[rows, width], uninitialised; the same memory in every layer and step."""
-        room = self._rooms.get(name)
-        if room is None or len(room) < rows:
-            room = self._rooms[name] = torch.empty(rows, width)
-        return room[:rows]
+        """[rows, width], uninitialised; the same memory in every layer and step, the same tensor for as many rows."""
+        view = self._views.get(name)
+        if view is None or view.shape[0] != rows:
+            room = self._rooms.get(name)
+            if room is None or len(room) < rows:
+                room = self._rooms[name] = torch.empty(rows, width)
+            view = self._views[name] = room[:rows]
+        return view
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, **unused: Any
@@ -186,11 +191,13 @@ class Decoder(torch.nn.Module):
             logits = self.head.linear(normed, logits)
         return SimpleNamespace(logits=logits[None])
 
-    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2 H_kv) D]."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        parts = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
-        return parts[:, :heads], parts[:, heads : heads + kv_heads], parts[:, heads + kv_heads :]
+        if self._split is None or self._split[0] is not qkv:
+            heads, kv_heads = self.num_heads, self.num_kv_heads
+            parts = qkv.view(len(qkv), heads + 2 * kv_heads, self.head_dim)
+            self._split = qkv, tuple(parts.split([heads, kv_heads, kv_heads], dim=1))
+        return self._split[1]
 
     def _between(
         self,
