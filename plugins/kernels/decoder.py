@@ -177,7 +177,7 @@ class Decoder(torch.nn.Module):
         total = torch.index_select(self.embedding, 0, ids, out=self._room("total", count, hidden))
         cos = torch.index_select(self.cos, 0, positions, out=self._room("cos", count, self.head_dim))
         sin = torch.index_select(self.sin, 0, positions, out=self._room("sin", count, self.head_dim))
-        kernel = self.attentions[0].quire_kernel
+        kernel: Any = self.attentions[0].quire_kernel
         qkv = self._between(None, self.blocks[0], total, total, cos, sin)
         for layer, following in zip(self.blocks, [*self.blocks[1:], None], strict=True):
             attended = kernel.forward(layer.index, *self._parts(qkv)).view(count, -1)

@@ -111,7 +111,9 @@ class Chooser:
     """Times every form once for each shape [N, K] and remembers the first of the fastest; ``line`` tells."""
 
     def __init__(self, names: Sequence[str]):
-        self.names, self.chosen, self._told = names, {}, []
+        self.names = names
+        self.chosen: dict[tuple[int, ...], str] = {}
+        self._told: list[str] = []
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> Linear:
         """The weight in the fastest form for its shape. A form whose numbers differ by more than 1e-5 is not taken."""
