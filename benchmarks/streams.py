@@ -34,6 +34,10 @@ PROMPTS = [
     "She opened the door and " * 6,
 ]  # fmt: skip
 
+SEED = 5
+"""With it no draw of 48 tokens of SmolLM2 is closer than 6e-6 to where another token would be drawn (17: 7e-7). Another
+batch shape may change a logit in its last bits, and a draw closer than that is no fault of the engine."""
+
 
 def resident_mb() -> float:
     """Memory of this process, 1e6 bytes."""
@@ -45,7 +49,7 @@ def body(index: int, num_tokens: int) -> bytes:
     """One of twenty-four requests: a prompt, greedily or drawn with a seed."""
     prompt, drawn = PROMPTS[index % len(PROMPTS)], index >= len(PROMPTS)
     fields = {"model": "default", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
-    return json.dumps({**fields, "temperature": 0.8 if drawn else 0, "seed": 17}).encode()
+    return json.dumps({**fields, "temperature": 0.8 if drawn else 0, "seed": SEED}).encode()
 
 
 async def ask(port: int, data: bytes) -> tuple[int, str]:
