@@ -28,7 +28,7 @@ from core.fetch import cache_dir
 
 LOG = logging.getLogger(__name__)
 HERE = Path(__file__).resolve().parent
-HEADERS = ("cpu_ops.h", "cpu_threads.h", "cpu_vector.h")
+HEADERS = ("cpu_ops.h", "cpu_threads.h", "cpu_vector.h", "cpu_weights.h")
 ARITHMETIC = ("cpu_attention", "cpu_layers")
 COMPILERS = ("c++", "g++", "clang++")
 INSTRUCTIONS = ("auto", "avx512", "avx2", "generic")
@@ -36,7 +36,7 @@ FLAGS = ["-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-w"]
 COMPUTE_FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"]
 VARIANTS = {
     "generic": ["-DQUIRE_LANES=4"],
-    "avx2": ["-DQUIRE_LANES=8", "-mavx2", "-mfma"],
+    "avx2": ["-DQUIRE_LANES=8", "-mavx2", "-mfma", "-mf16c"],
     "avx512": [
         "-DQUIRE_LANES=16",
         *"-mavx512f -mavx512vl -mavx512bw -mavx512dq -mfma -mprefer-vector-width=512".split(),

@@ -3,6 +3,7 @@
 
 #include "cpu_ops.h"
 #include "cpu_vector.h"
+#include "cpu_weights.h"
 
 #include <algorithm>
 #include <vector>
@@ -68,15 +69,12 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
 // many rows it came with.
-constexpr int VECTORS = W == 16 ? 3 : 2, PANEL = VECTORS * W;  // a panel is a few vectors wide
 constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
 
-void pack(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k) {
-  for (int64_t first = 0; first < n; first += PANEL, panels += k * PANEL) {
-    for (int64_t i = 0; i < k; ++i)
-      for (int64_t j = 0; j < PANEL; ++j)
-        panels[i * PANEL + j] = first + j < n ? weight[(first + j) * weight_row + i] : 0;
-  }
+int64_t panel_bytes(int bits, int64_t k) {
+  if (bits == 32) return k * PANEL * 4;
+  if (bits == 16) return (k + 7) / 8 * 8 * PANEL * 2;
+  return k % BLOCK ? 0 : k / BLOCK * (bits == 4 ? FOUR_BITS : EIGHT_BITS);
 }
 
 // Where x has more rows than fit into registers, a panel is multiplied chunk by chunk, all rows with each: the first rows
@@ -143,20 +141,18 @@ void finish(const float* sums, int64_t rows, const Panel& panel, bool add, float
   }
 }
 
-// out[rows][columns of one panel] (+)= x[rows][k] * panel + bias, in equal groups of at most MOST_ROWS rows
-void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
+// sums[rows][PANEL] = x[rows][k] * panel, in equal groups of at most MOST_ROWS rows
+void multiply(const float* x, int64_t x_row, int64_t rows, const Panel& panel, float* sums) {
   constexpr int WHOLE = PANEL / LINE;  // lines in a row of the panel
-  thread_local std::vector<float> room;
-  if (int64_t(room.size()) < rows * PANEL + 16) room.resize(rows * PANEL + 16);  // and what aligns it to a line
-  float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;
   const auto run = groups == 1 ? multiply_rows<MOST_ROWS, WHOLE>
                    : groups < WHOLE ? multiply_rows<MOST_ROWS, (WHOLE + 1) / 2> : multiply_rows<MOST_ROWS, 1>;
-  const bool goes_on = panel.next == panel.at + k * PANEL;
+  const auto* floats = reinterpret_cast<const float*>(panel.at);
+  const bool goes_on = reinterpret_cast<const float*>(panel.next) == floats + k * PANEL;
   const int64_t chunk = groups == 1 ? k : CHUNK;
   for (int64_t begin = 0; begin < k; begin += chunk) {
     const int64_t count = std::min(chunk, k - begin), left = k - begin - count;
-    const float *weights = panel.at + begin * PANEL, *fetch = weights + (groups == 1 ? AHEAD : count) * PANEL;
+    const float *weights = floats + begin * PANEL, *fetch = weights + (groups == 1 ? AHEAD : count) * PANEL;
     int64_t lines = std::min(chunk, left ? left : goes_on ? k : 0) * PANEL / LINE;
     if (groups == 1) lines = std::max<int64_t>(0, k - (goes_on ? 0 : AHEAD)) * PANEL / LINE;
     for (int64_t g = 0, done = 0; g < groups; ++g) {
@@ -166,6 +162,40 @@ void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, boo
       done += m;
     }
   }
+}
+
+// The same for weights of fewer bits: they become floats chunk by chunk, once for all rows.
+template <class Bits> void multiply_compact(const float* x, int64_t x_row, int64_t rows, const Panel& panel, float* sums) {
+  if (rows == 1) return multiply_few<1, Bits>(x, x_row, panel.at, panel.k, sums);
+  if (rows == 2) return multiply_few<2, Bits>(x, x_row, panel.at, panel.k, sums);
+  constexpr int64_t ROW = Bits::BYTES / Bits::ROWS, EACH = (ROW + 63) / 64;  // bytes, and lines to fetch with a row
+  alignas(64) float floats[CHUNK * PANEL];  // they stay in the first-level cache
+  const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;
+  const auto run = groups == 1 ? multiply_rows<MOST_ROWS, EACH> : multiply_rows<MOST_ROWS, 1>;
+  for (int64_t begin = 0; begin < k; begin += CHUNK) {
+    const int64_t count = std::min(CHUNK, k - begin), end = begin + count;
+    expand<Bits>(panel.at, begin, count, floats);
+    const auto* fetch = reinterpret_cast<const float*>(end < k ? panel.at + end * ROW : panel.next);
+    const int64_t lines = fetch ? std::min(CHUNK, end < k ? k - end : k) * ROW / 64 : 0;
+    for (int64_t g = 0, done = 0; g < groups; ++g) {
+      const int64_t m = (rows - done + groups - g - 1) / (groups - g);
+      run(m, x + done * x_row + begin, x_row, floats, count, begin == 0, sums + done * PANEL,
+          fetch + lines * g / groups * 16, fetch + lines * (g + 1) / groups * 16);
+      done += m;
+    }
+  }
+}
+
+// out[rows][columns of one panel] (+)= x[rows][k] * panel + bias
+void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
+  thread_local std::vector<float> room;
+  if (int64_t(room.size()) < rows * PANEL + 16) room.resize(rows * PANEL + 16);  // and what aligns it to a line
+  float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  const auto run = panel.bits == 32  ? multiply
+                   : panel.bits == 16 ? multiply_compact<Bits16>
+                   : panel.bits == 8  ? multiply_compact<Bits8>
+                                      : multiply_compact<Bits4>;
+  run(x, x_row, rows, panel, sums);
   finish(sums, rows, panel, add, out, out_row);
 }
 
@@ -186,7 +216,7 @@ double add_up(const float* x, int64_t count) {
 }  // namespace
 
 const LayerFunctions& QUIRE_JOIN(layers_, QUIRE_ISA)() {
-  static const LayerFunctions all = {PANEL, pack, linear, norm, silu_mul, rotate, add_up};
+  static const LayerFunctions all = {PANEL, panel_bytes, pack, linear, norm, silu_mul, rotate, add_up};
   return all;
 }
 

@@ -27,7 +27,7 @@ constexpr int64_t PREFILL_ROWS = 128;   // query rows (tokens x heads of a group
 std::string use_instructions(const std::string& name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   if (avx512 && (name == "auto" || name == "avx512")) return chosen = &attention_avx512(), layers = &layers_avx512(), "avx512";
@@ -52,6 +52,10 @@ void check_index(const at::Tensor& x, int64_t dims, const char* name) {
 void check_float(const at::Tensor& x, int64_t dims, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == dims && x.stride(-1) == 1, name, " must be float32 with ",
               dims, " dimensions, the last of stride 1");
+}
+void check_bytes(const at::Tensor& x, int64_t dims, const char* name) {
+  TORCH_CHECK(x.scalar_type() == at::kByte && x.dim() == dims && x.is_contiguous(), name, " must be contiguous uint8 with ",
+              dims, " dimensions");
 }
 
 // ------------------------------------------------------------------------------------------------ attention
@@ -191,20 +195,28 @@ Step norm_step(const at::Tensor& x, const at::Tensor& weight, double eps, const 
   });
 }
 
+// Bits of a weight in panels of `bytes` bytes.
+int bits_of(int64_t bytes, int64_t k) {
+  for (const int bits : {32, 16, 8, 4})
+    if (bytes && bytes == layers->panel_bytes(bits, k)) return bits;
+  TORCH_CHECK(false, "panels of ", bytes, " bytes are no weights of ", k, " inputs for the instructions in use");
+}
+
 // out [T, N] (+)= x [T, K] * panels + bias
 Step linear_step(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
                  const at::Tensor& out) {
-  check_float(x, 2, "x"), check_float(panels, 3, "panels"), check_float(out, 2, "out");
-  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), width = layers->panel;
-  TORCH_CHECK(panels.size(1) == k && panels.size(2) == width && panels.size(0) == (n + width - 1) / width &&
-                  out.size(0) == rows && panels.is_contiguous() && (!bias || bias->size(0) == n),
+  check_float(x, 2, "x"), check_bytes(panels, 2, "panels"), check_float(out, 2, "out");
+  const int64_t rows = x.size(0), k = x.size(1), n = out.size(1), width = layers->panel, bytes = panels.size(1);
+  TORCH_CHECK(panels.size(0) == (n + width - 1) / width && out.size(0) == rows && (!bias || bias->size(0) == n),
               "linear: x, panels, bias and out do not fit together");
-  const auto *from = x.const_data_ptr<float>(), *first = panels.const_data_ptr<float>();
+  const int bits = bits_of(bytes, k);
+  const auto* from = x.const_data_ptr<float>();
+  const auto* first = reinterpret_cast<const char*>(panels.const_data_ptr<uint8_t>());
   const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
   auto* to = out.mutable_data_ptr<float>();
   const int64_t x_row = x.stride(0), out_row = out.stride(0);
   return {panels.size(0), n * k, [=](int64_t i, int64_t next) {
-            const Panel panel = {first + i * k * width, next < 0 ? nullptr : first + next * k * width,
+            const Panel panel = {first + i * bytes, next < 0 ? nullptr : first + next * bytes, bits,
                                  extra ? extra + i * width : nullptr, k, std::min(width, n - i * width)};
             layers->linear(from, x_row, rows, panel, add, to + i * width, out_row);
           }};
@@ -278,20 +290,28 @@ void between(const at::Tensor& total, const at::Tensor& attended, const Weights&
   run_steps(steps);
 }
 
-// Panels of a linear layer's weight [N, K], for the instructions chosen now: to out [ceil(N / panel_width()), K, panel_width()].
+// Panels of a linear layer's weight [N, K] for the instructions chosen now: uint8 [ceil(N / panel_width()), panel_bytes()].
 int64_t panel_width() { return layers->panel; }
+int64_t panel_bytes(int64_t bits, int64_t k) {
+  TORCH_CHECK(bits == 4 || bits == 8 || bits == 16 || bits == 32, "weights are kept in 4, 8, 16 or 32 bits");
+  return layers->panel_bytes(int(bits), k);
+}
 
-void pack(const at::Tensor& weight, const at::Tensor& out) {
-  check_float(weight, 2, "weight"), check_float(out, 3, "out");
-  const int64_t n = weight.size(0), k = weight.size(1), panel = layers->panel;
-  TORCH_CHECK(out.size(0) == (n + panel - 1) / panel && out.size(1) == k && out.size(2) == panel && out.is_contiguous(),
-              "pack: out must be contiguous [ceil(N / ", panel, "), K, ", panel, "]");
+// False: some weight would come out as another one, and `out` is of no use.
+bool pack(const at::Tensor& weight, const at::Tensor& out) {
+  check_float(weight, 2, "weight"), check_bytes(out, 2, "out");
+  const int64_t n = weight.size(0), k = weight.size(1), panel = layers->panel, bytes = out.size(1);
+  TORCH_CHECK(out.size(0) == (n + panel - 1) / panel, "pack: out must be [ceil(N / ", panel, "), bytes]");
+  const int bits = bits_of(bytes, k);
   const auto* from = weight.const_data_ptr<float>();
-  auto* to = out.mutable_data_ptr<float>();
+  auto* to = reinterpret_cast<char*>(out.mutable_data_ptr<uint8_t>());
   const int64_t row = weight.stride(0);
+  std::atomic<bool> exact{true};
   share(out.size(0), n * k, [&](int64_t i, int64_t) {
-    layers->pack(from + i * panel * row, row, to + i * panel * k, std::min(panel, n - i * panel), k);
+    if (exact && !layers->pack(from + i * panel * row, row, to + i * bytes, bits, std::min(panel, n - i * panel), k))
+      exact = false;
   });
+  return exact;
 }
 
 // The sum of all floats of x, read at the rate that this machine's memory gives: for benchmarks.
@@ -320,7 +340,8 @@ TORCH_LIBRARY(quire_cpu, m) {
       "Tensor query_start, Tensor kv_lens, Tensor tables, Tensor(c!) partials, float scale, int window, float soft_cap, "
       "Tensor(d!) out) -> ()");
   m.def("panel_width() -> int", &quire::panel_width);
-  m.def("pack(Tensor weight, Tensor(a!) out) -> ()");
+  m.def("panel_bytes(int bits, int k) -> int", &quire::panel_bytes);
+  m.def("pack(Tensor weight, Tensor(a!) out) -> bool");
   m.def("linear(Tensor x, Tensor panels, Tensor? bias, bool add, Tensor(a!) out) -> ()");
   m.def(
       "between(Tensor(a!) total, Tensor attended, Tensor?[] rest, Tensor?[] start, float eps, Tensor cos, Tensor sin, "

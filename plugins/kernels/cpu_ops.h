@@ -53,15 +53,17 @@ struct AttentionFunctions {
 
 // One panel [k, panel width] of packed weights.
 struct Panel {
-  const float *at, *next;  // next: the panel that the same thread multiplies after this one, or null
-  const float* bias;       // of its columns, or null
+  const char *at, *next;  // next: the panel that the same thread multiplies after this one, or null
+  int bits;               // 32: floats; fewer: cpu_weights.h
+  const float* bias;      // of its columns, or null
   int64_t k, columns;
 };
 
 struct LayerFunctions {
   int panel;  // columns of a panel of packed weights
-  // weight [n, k] to panels [ceil(n / panel), k, panel], with zeros behind column n
-  void (*pack)(const float* weight, int64_t weight_row, float* panels, int64_t n, int64_t k);
+  int64_t (*panel_bytes)(int bits, int64_t k);  // 0: weights [n, k] are not kept in so many bits
+  // weight [n <= panel, k] to one panel, with zeros behind column n; false if some weight would come out as another
+  bool (*pack)(const float* weight, int64_t weight_row, char* panel, int bits, int64_t n, int64_t k);
   // out [rows, columns] (+)= x [rows, k] * one panel + bias
   void (*linear)(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row);
   // out = x / rms(x) * weight, for x [rows, width]

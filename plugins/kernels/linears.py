@@ -1,6 +1,7 @@
 """Linear layers of a float32 model on a CPU in a form that multiplies fast, and which form is the fastest here.
 
-``packed``: our own panels and loops (``cpu_layers.cpp``), in 2 MB pages. ``onednn``: weights that oneDNN put in its own
+``compact``: our own panels and loops in the fewest bits that lose nothing (``cpu_weights.h``): a quantised file's 4 or 8,
+or bfloat16; what is computed is the same to the last bit. ``packed``: the same with floats, in 2 MB pages. ``onednn``: weights that oneDNN put in its own
 order once, which is what torch's compiler does when it freezes a model. ``torch``: the weight as it is.
 """
 
@@ -32,6 +33,10 @@ class Linear(Protocol):
         """total [T, N] += x [T, K] @ weight.T + bias."""
 
 
+class Inexact(Exception):
+    """A form that would not compute with exactly the weight's values."""
+
+
 class TorchLinear:
     """The weight as it is."""
 
@@ -60,13 +65,21 @@ class OneDnnLinear:
 
 
 class PackedLinear:
-    """The weight in panels [N / P, K, P]; P depends on the instructions in use."""
+    """The weight in panels [N / P, K, P] of floats, as bytes [N / P, K * P * 4]; P depends on the instructions in use."""
+
+    sizes: tuple[int, ...] = (32,)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        width, (n, k) = torch.ops.quire_cpu.panel_width(), weight.shape
-        self.panels, self.bias = huge_empty((-(-n // width), k, width), torch.float32), bias
-        torch.ops.quire_cpu.pack(weight, self.panels)
-        self._run = torch.ops.quire_cpu.linear.default
+        ops, (n, k) = torch.ops.quire_cpu, weight.shape
+        for bits in self.sizes:
+            if size := ops.panel_bytes(bits, k):
+                panels = huge_empty((-(-n // ops.panel_width()), size), torch.uint8)
+                if ops.pack(weight, panels):
+                    break
+        else:
+            raise Inexact(f"the values of a weight [{n}, {k}] need all of their 32 bits")
+        self.panels, self.bias, self.bits = panels, bias, bits
+        self._run = ops.linear.default
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         self._run(x, self.panels, self.bias, False, out)
@@ -76,7 +89,14 @@ class PackedLinear:
         self._run(x, self.panels, self.bias, True, total)
 
 
+class CompactLinear(PackedLinear):
+    """The same panels in the fewest bits that give back exactly the same floats. ``Inexact``: there are none such."""
+
+    sizes = (4, 8, 16)
+
+
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Linear]] = {
+    "compact": CompactLinear,
     "packed": PackedLinear,
     "onednn": OneDnnLinear,
     "torch": TorchLinear,
@@ -88,7 +108,7 @@ def available(names: Sequence[str]) -> tuple[list[str], list[str]]:
     can, cannot = [], []
     for name in names:
         try:
-            if name == "packed":
+            if name in ("compact", "packed"):
                 cpu_build.load()
             if name == "onednn":
                 _try_onednn()
@@ -112,18 +132,25 @@ class Chooser:
 
     def __init__(self, names: Sequence[str]):
         self.names = names
-        self.chosen: dict[tuple[int, ...], str] = {}
+        self.chosen: dict[tuple[int, ...], list[str]] = {}  # the form taken, and then the others, fastest first
         self._told: list[str] = []
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> Linear:
-        """The weight in the fastest form for its shape. A form whose numbers differ by more than 1e-5 is not taken."""
+        """The weight in the fastest form for its shape that keeps its values. One whose products differ by more than 1e-5
+        is not taken.
+        """
         shape = tuple(weight.shape)
         if shape not in self.chosen:
             self._choose(weight, bias, what)
-        return FORMS[self.chosen[shape]](weight, bias)
+        for name in self.chosen[shape]:
+            try:
+                return FORMS[name](weight, bias)
+            except Inexact:
+                continue
+        return TorchLinear(weight, bias)
 
     def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> None:
-        made = {name: FORMS[name](weight, bias) for name in self.names}
+        made = self._all(weight, bias)
         seconds = dict.fromkeys(made, 0.0)
         for rows in ROWS:
             x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
@@ -140,10 +167,22 @@ class Chooser:
             for name in made:
                 seconds[name] += best[name]
         least = min(seconds.values())
-        name = next(name for name in self.names if seconds[name] <= least * CLOSE)
-        self.chosen[tuple(weight.shape)] = name
+        name = next(name for name in made if seconds[name] <= least * CLOSE)
+        others = sorted((other for other in made if other != name), key=seconds.__getitem__)
+        self.chosen[tuple(weight.shape)] = [name, *others]
         times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
-        self._told.append(f"{what} {name} ({times} ms)")
+        bits = f" of {getattr(made[name], 'bits')} bits" if name == "compact" else ""
+        self._told.append(f"{what} {name}{bits} ({times} ms)")
+
+    def _all(self, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Linear]:
+        """The weight in every form that keeps its values."""
+        made = {}
+        for name in self.names:
+            try:
+                made[name] = FORMS[name](weight, bias)
+            except Inexact:
+                continue
+        return made or {"torch": TorchLinear(weight, bias)}
 
     @property
     def line(self) -> str:

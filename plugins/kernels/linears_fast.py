@@ -33,7 +33,7 @@ class FastLinear(torch.nn.Module):
 
 @attrs.define(eq=False)
 class FastLinears:
-    """See the module docstring. ``forms``: those to try, of packed, onednn and torch."""
+    """See the module docstring. ``forms``: those to try, of compact, packed, onednn and torch."""
 
     forms: list[str] = attrs.field(factory=lambda: list(FORMS), validator=deep_iterable(in_(tuple(FORMS))))
 
