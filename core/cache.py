@@ -20,7 +20,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from core.hugepages import ask_for_huge_pages
+from core.hugepages import ask_for_huge_pages, touch
 from core.kernel import SCALED, CopiesBlocks, Layout, scaled_bytes
 from core.types import CacheConfig, ConfigError, Move, MoveKind
 
@@ -62,7 +62,7 @@ class KVCache:
     H_kv, D].
 
     Fresh memory is not cleared, since nothing may depend on an unwritten slot; ``poison`` fills it with NaN to show
-    that, ``zero`` with zeros, so that its pages are there and a copy can be timed.
+    that, ``zero`` with zeros, so that the pages of the host pool are there too and a copy can be timed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class KVCache:
             if layout == "block_major"
             else (shape.num_layers, 2, num_blocks, *block)
         )
-        self.pool = _allocate(stored, stored_as, device, f"{num_blocks} KV blocks of {block_size} tokens")
+        self.pool = touch(_allocate(stored, stored_as, device, f"{num_blocks} KV blocks of {block_size} tokens"))
         host_shape = (num_swap_blocks, shape.num_layers, 2, *block)
         self.host = _allocate(
             host_shape, stored_as, torch.device("cpu"), "host swap pool", pinned=device.type == "cuda"

@@ -70,6 +70,7 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
 // many rows it came with.
 constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
+constexpr int MOST_SUMS = 128;          // rows of x whose sums are kept
 
 int64_t panel_bytes(int bits, int64_t k) {
   if (bits == 32) return k * PANEL * 4;
@@ -188,15 +189,17 @@ template <class Bits> void multiply_compact(const float* x, int64_t x_row, int64
 
 // out[rows][columns of one panel] (+)= x[rows][k] * panel + bias
 void linear(const float* x, int64_t x_row, int64_t rows, const Panel& panel, bool add, float* out, int64_t out_row) {
-  thread_local std::vector<float> room;
-  if (int64_t(room.size()) < rows * PANEL + 16) room.resize(rows * PANEL + 16);  // and what aligns it to a line
-  float* sums = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  alignas(64) float sums[MOST_SUMS * PANEL];
   const auto run = panel.bits == 32  ? multiply
                    : panel.bits == 16 ? multiply_compact<Bits16>
                    : panel.bits == 8  ? multiply_compact<Bits8>
                                       : multiply_compact<Bits4>;
-  run(x, x_row, rows, panel, sums);
-  finish(sums, rows, panel, add, out, out_row);
+  const int64_t parts = (rows + MOST_SUMS - 1) / MOST_SUMS;
+  for (int64_t p = 0; p < parts; ++p) {
+    const int64_t begin = rows * p / parts, count = rows * (p + 1) / parts - begin;
+    run(x + begin * x_row, x_row, count, panel, sums);
+    finish(sums, count, panel, add, out + begin * out_row, out_row);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------ memory

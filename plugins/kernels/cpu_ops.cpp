@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -202,6 +203,16 @@ int bits_of(int64_t bytes, int64_t k) {
   TORCH_CHECK(false, "panels of ", bytes, " bytes are no weights of ", k, " inputs for the instructions in use");
 }
 
+// Bytes of x that stay in a core's second-level cache while panel after panel is multiplied by them.
+int64_t row_bytes() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t found = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#else
+  constexpr int64_t found = 0;
+#endif
+  return (found > 0 ? std::max<int64_t>(found, 1 << 18) : 1 << 20) / 2;
+}
+
 // out [T, N] (+)= x [T, K] * panels + bias
 Step linear_step(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, bool add,
                  const at::Tensor& out) {
@@ -214,11 +225,14 @@ Step linear_step(const at::Tensor& x, const at::Tensor& panels, const std::optio
   const auto* first = reinterpret_cast<const char*>(panels.const_data_ptr<uint8_t>());
   const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
   auto* to = out.mutable_data_ptr<float>();
-  const int64_t x_row = x.stride(0), out_row = out.stride(0);
-  return {panels.size(0), n * k, [=](int64_t i, int64_t next) {
-            const Panel panel = {first + i * bytes, next < 0 ? nullptr : first + next * bytes, bits,
+  const int64_t x_row = x.stride(0), out_row = out.stride(0), count = panels.size(0);
+  const int64_t parts = (rows * k * 4 + row_bytes() - 1) / row_bytes();  // of the rows, each with all panels
+  return {parts * count, n * k, [=](int64_t piece, int64_t next) {
+            const int64_t i = piece % count, part = piece / count, begin = rows * part / parts;
+            const Panel panel = {first + i * bytes, next < 0 ? nullptr : first + next % count * bytes, bits,
                                  extra ? extra + i * width : nullptr, k, std::min(width, n - i * width)};
-            layers->linear(from, x_row, rows, panel, add, to + i * width, out_row);
+            layers->linear(from + begin * x_row, x_row, rows * (part + 1) / parts - begin, panel, add,
+                           to + begin * out_row + i * width, out_row);
           }};
 }
 
