@@ -1,11 +1,12 @@
 """All linear layers of one decode step, in every form of ``plugins/kernels/linears.py``, against their floor.
 
-    python -m benchmarks.linears [--rows 1 8 32 128] [--threads 2] [--repeat 5] [--clock wall]
+    python -m benchmarks.linears [--weights file|bfloat16|random] [--rows 1 8 32 128] [--threads 2] [--repeat 5] [--clock wall]
 
 The shapes are SmolLM2-135M's: 30 layers and the head, float32. Each form has weights of its own for every layer, as in a
-run, so that they come from memory. The floor is the larger of the weights over the read bandwidth and of the operations
-over torch's rate for a large product, both measured in the same turn. Last line: `over_floor: X`, of the fastest form at
-the last number of rows.
+run, so that they come from memory. Their values are those of a quantised file (4 bits, the head 8: what the default model
+is loaded from), of a bfloat16 checkpoint, or any; `compact` keeps the first two in fewer bytes. The floor is the larger of
+float32 weights over the read bandwidth and of the operations over torch's rate for a large product, both measured in the
+same turn; what reads fewer bytes can be below it. Last line: `over_floor: X`, of the fastest form at the last number of rows.
 """
 
 from __future__ import annotations
@@ -16,11 +17,27 @@ import statistics
 import torch
 
 from benchmarks.timing import Run, add_arguments, gemm_run, ratio, read_run, set_up, take_turns
-from plugins.kernels.linears import FORMS, available
+from plugins.kernels.linears import FORMS, Inexact, available
 
 LAYER = {"q+k+v": (960, 576), "o": (576, 576), "gate+up": (3072, 576), "down": (576, 1536)}
 HEAD = (49152, 576)
 NUM_LAYERS = 30
+
+
+def weight_of(shape: tuple[int, int], kind: str) -> torch.Tensor:
+    """A random weight [N, K] whose values a file of this kind can hold."""
+    if kind == "random":
+        return torch.randn(shape)
+    if kind == "bfloat16":
+        return torch.randn(shape).bfloat16().float()
+    levels = 15  # of each block of 32 inputs: the grid of Q4_1; for the head that of Q8_0
+    blocks = torch.randn(shape).view(-1, 32)
+    if shape == HEAD:
+        unit = (blocks.abs().amax(1, keepdim=True) / 127).half().float()
+        return ((blocks / unit).round().clamp(-127, 127) * unit).view(shape)
+    low = blocks.amin(1, keepdim=True).half().float()
+    unit = ((blocks.amax(1, keepdim=True) - low) / levels).half().float()
+    return (((blocks - low) / unit).round().clamp(0, levels) * unit + low).view(shape)
 
 
 def step_run(form: str, rows: int, weights: list[torch.Tensor]) -> Run:
@@ -40,6 +57,7 @@ def step_run(form: str, rows: int, weights: list[torch.Tensor]) -> Run:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", choices=["file", "bfloat16", "random"], default="file")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     add_arguments(parser, repeat=5)
     args = parser.parse_args()
@@ -47,7 +65,7 @@ def main() -> None:
     forms, reasons = available(list(FORMS))
     print(*reasons, sep="\n", end="\n" if reasons else "")
     shapes = [*list(LAYER.values()) * NUM_LAYERS, HEAD]
-    weights = [torch.randn(shape) for shape in shapes]
+    weights = [weight_of(shape, args.weights) for shape in shapes]
     floats = sum(weight.numel() for weight in weights)
     (read, read_bytes), (gemm, gemm_flop) = read_run(), gemm_run()
     least = float("nan")
@@ -55,15 +73,20 @@ def main() -> None:
     with torch.inference_mode():
         for rows in args.rows:
             runs: dict[str, Run] = {"read": read, "gemm": gemm}
-            runs |= {form: step_run(form, rows, weights) for form in forms}
+            for form in forms:
+                try:
+                    runs[form] = step_run(form, rows, weights)
+                except Inexact as error:
+                    print(f"{form}: {error}")
+            timed = [form for form in forms if form in runs]
             seconds = take_turns(runs, args.repeat, args.clock)
             floor = [
                 max(floats * 4 / read_bytes * r, 2 * rows * floats / gemm_flop * g)
                 for r, g in zip(seconds["read"], seconds["gemm"], strict=True)
             ]
-            over = {form: ratio(seconds[form], floor) for form in forms}
+            over = {form: ratio(seconds[form], floor) for form in timed}
             times = ", ".join(
-                f"{form} {statistics.median(seconds[form]) * 1e3:.1f} ({over[form]:.2f}x)" for form in forms
+                f"{form} {statistics.median(seconds[form]) * 1e3:.1f} ({over[form]:.2f}x)" for form in timed
             )
             print(f"{rows:4} rows: floor {statistics.median(floor) * 1e3:.1f}, {times}")
             least = min(over.values())

@@ -7,13 +7,18 @@ The floor is the sum of two phases, which alternate: the weights through all lin
 sequences, each the larger of bytes over the read bandwidth and operations over torch's rate for a large product. Both
 rates are measured in every turn, beside ten steps of the engine. The prompt is random tokens, greedy. Further words are
 overrides of the engine, such as `linears=torch kernel=torch`. With --prefill the same for one prompt, whose floor is all
-operations over that rate, the head's for one row. Last line: `over_floor: X`.
+operations over that rate, the head's for one row.
+
+Weights count in float32, which is what other engines read for the same values. Where they are kept in fewer bits
+(`linears=packed`, the form `compact`) a step can be faster than that, so `over_stored_floor: X` compares with the bytes that
+are read indeed; `linears=packed linears.forms=[packed]` keeps floats. Last line: `over_floor: X`.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,12 +76,11 @@ def prefill_turns(args: argparse.Namespace) -> tuple[Engine, Run, int]:
 
 
 def floor_seconds(
-    engine: Engine, batch: int, context: int, bytes_per_s: float, flop_per_s: float
+    engine: Engine, weight_bytes: int, batch: int, context: int, bytes_per_s: float, flop_per_s: float
 ) -> tuple[float, float]:
     """Least seconds of the linear layers and of attention for one token of each of ``batch`` sequences."""
     model = engine.model
-    weights = 4 * model.num_parameters
-    linear = max(weights / bytes_per_s, 2 * model.num_parameters * batch / flop_per_s)
+    linear = max(weight_bytes / bytes_per_s, 2 * model.num_parameters * batch / flop_per_s)
     flop = 4 * model.num_layers * model.num_heads * model.head_dim * context * batch
     return linear, max(model.kv_bytes_per_token * context * batch / bytes_per_s, flop / flop_per_s)
 
@@ -108,21 +112,26 @@ def main() -> None:
     with torch.inference_mode():
         seconds = take_turns(runs, args.repeat, args.clock)
     mean_context = args.context + STEPS * (args.repeat + 2) // 2
-    floors = [
-        prefill_floor_seconds(engine, args.prefill, gemm_flop / g)
-        if args.prefill
-        else floor_seconds(engine, args.batch, mean_context, read_bytes / r, gemm_flop / g)
-        for r, g in zip(seconds["read"], seconds["gemm"], strict=True)
-    ]
+    rates = [(read_bytes / r, gemm_flop / g) for r, g in zip(seconds["read"], seconds["gemm"], strict=True)]
     step = [each / num_steps for each in seconds["steps"]]
-    over = ratio(step, [sum(floor) for floor in floors])
+
+    def floors_of(weight_bytes: int) -> list[tuple[float, float]]:
+        if args.prefill:
+            return [prefill_floor_seconds(engine, args.prefill, flop) for _, flop in rates]
+        return [floor_seconds(engine, weight_bytes, args.batch, mean_context, read, flop) for read, flop in rates]
+
+    floors = floors_of(4 * engine.model.num_parameters)
+    executor: Any = engine.executor
+    stored = getattr(executor._need_model().model, "weight_bytes", 4 * engine.model.num_parameters)
+    over, over_stored = (ratio(step, [sum(floor) for floor in each]) for each in (floors, floors_of(stored)))
     linear, attention = (statistics.median(floor[i] for floor in floors) * 1e3 for i in (0, 1))
-    rates = f"{read_bytes / statistics.median(seconds['read']) / 1e9:.1f} GB/s, "
-    rates += f"{gemm_flop / statistics.median(seconds['gemm']) / 1e9:.0f} GFLOP/s"
+    speeds = f"{read_bytes / statistics.median(seconds['read']) / 1e9:.1f} GB/s, "
+    speeds += f"{gemm_flop / statistics.median(seconds['gemm']) / 1e9:.0f} GFLOP/s"
     what = f"prefill of {args.prefill} tokens" if args.prefill else "step"
     floor = f"floor {linear:.1f} ms linear + {attention:.1f} ms attention"
-    print(f"{rates}; {floor}; {what} {statistics.median(step) * 1e3:.1f} ms")
+    print(f"{speeds}; {floor}; {what} {statistics.median(step) * 1e3:.1f} ms")
     engine.close()
+    print(f"{stored / 1e6:.0f} MB of weights are kept; over_stored_floor: {over_stored:.3f}")
     print(f"over_floor: {over:.3f}")
 
 

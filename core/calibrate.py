@@ -85,7 +85,8 @@ def table(measured: Measured) -> Table:
     shown.add_column("value", justify="right")
     for name, value in (
         ("memory", f"{machine.memory_gb:.1f} GB"),
-        ("read bandwidth", f"{machine.bandwidth_bytes_per_s / 1e9:.1f} GB/s"),
+        ("read bandwidth", f"{setup['read_bytes_per_s'] / 1e9:.1f} GB/s"),
+        (f"weights read, in {setup['dtype']} bytes", f"at most {machine.bandwidth_bytes_per_s / 1e9:.1f} GB/s"),
         ("matrix products at the model's shapes", f"{machine.flop_per_s / 1e9:.0f} GFLOP/s"),
         *((f"linear layers, {rows:.0f} rows", f"{rate / 1e9:.1f} GFLOP/s") for rows, rate in machine.linear_curve),
         *((f"head, {rows:.0f} rows", f"{rate / 1e9:.1f} GFLOP/s") for rows, rate in machine.head_curve),

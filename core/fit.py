@@ -53,15 +53,16 @@ def nnls(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return best
 
 
-def curves(shape: Shape, bandwidth_bytes_per_s: float, alone: Sequence[Point]) -> tuple[Curve, Curve]:
+def curves(shape: Shape, alone: Sequence[Point]) -> tuple[Curve, Curve]:
     """FLOP/s of the layers and of the head by rows, from steps without attention.
 
-    Steps of one sequence of r tokens sample one row: they give the layers, once a head that reads its weights is taken off.
-    Steps of r sequences of one token sample r rows: what they take beyond the former is the head's. More rows never take less
-    time in either curve: what says so is noise.
+    Steps of one sequence of r tokens sample one row: they give the layers, once the head is taken off, which is what a step
+    of one token that samples nothing does without. Steps of r sequences of one token sample r rows: what they take beyond the
+    former is the head's. More rows never take less time in either curve: what says so is noise.
     """
-    head_s = shape.head_parameters * shape.dtype_bytes / bandwidth_bytes_per_s
     seconds = {point.work.tokens: point.seconds for point in alone if point.work.rows == 1}
+    bare = next(point.seconds for point in alone if point.work.rows == 0)
+    head_s = max(seconds[1] - bare, seconds[1] / 100)
     sampled = {point.work.rows: point.seconds for point in alone if point.work.rows > 1}
     layers = {rows: max(took - head_s, took / 4) for rows, took in seconds.items()}
     heads = {1: head_s} | {rows: head_s + took - seconds[rows] for rows, took in sampled.items()}

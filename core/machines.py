@@ -23,7 +23,7 @@ from core.fetch import cache_dir
 from core.types import ConfigError
 
 LOG = logging.getLogger(__name__)
-FORMAT = 2
+FORMAT = 3
 SETUP = ("kernels", "linears", "threads")
 """What must be equal for a calibration to speak for a run."""
 TIMES = re.compile(r" \([^()]* ms\)")

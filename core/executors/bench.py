@@ -79,7 +79,7 @@ class Bench:
         """What fits the rounds so far, and the steps it was fitted to, the engine's own time in both."""
         shape, rates = self.shape, self._machine
         alone, points = self._steps.points()
-        linear, head = curves(shape, rates.bandwidth_bytes_per_s, alone)
+        linear, head = curves(shape, alone)
         seen = max(rate * shape.dtype_bytes / 2 / rows for rows, rate in linear)  # weights read once, whatever the rows
         best = max(rate for _, rate in linear)
         fitted = fit(
@@ -114,6 +114,6 @@ class Bench:
             name: self.described.get(name) for name in ("dtype", "device", "kernels", "linears", "threads", "torch")
         }
         setup |= {"model": self.shape.name, "block_bytes": self._block_bytes, "others": self._company.share()}
-        setup |= {"measured": time.strftime("%Y-%m-%d %H:%M")}
+        setup |= {"read_bytes_per_s": self._machine.bandwidth_bytes_per_s, "measured": time.strftime("%Y-%m-%d %H:%M")}
         found = errors(self.shape, machine, points)
         write_json(path, {"format": FORMAT, "machine": attrs.asdict(machine), "setup": setup, "fit": found})

@@ -52,7 +52,9 @@ Made = tuple[Work, Callable[[], Any], list[float]]  # what a step computes, a ca
 
 
 class Stepper:
-    """Single steps on a started engine's executor, of given compositions: ``alone`` without attention, ``whole`` as they are."""
+    """Single steps on a started engine's executor, of given compositions: ``alone`` without attention, and one token of which
+    none is sampled; ``whole`` as they are.
+    """
 
     def __init__(self, engine: Engine, alone: Sequence[Parts], whole: Sequence[Parts]):
         self.executor: Any = engine.executor
@@ -61,22 +63,23 @@ class Stepper:
         self._alone: list[Any]
         self._whole: list[Any]
         self._alone, self._whole = ([(*self.step(parts), []) for parts in kinds] for kinds in (alone, whole))
+        self._alone.append((*self.step([(0, 1)], sampled=False), []))
 
-    def step(self, parts: Sequence[tuple[int, int]]) -> tuple[Work, Callable[[], Any]]:
+    def step(self, parts: Parts, sampled: bool = True) -> tuple[Work, Callable[[], Any]]:
         """A step in which one sequence each computes its tokens start .. end, and a call that runs it. The blocks are scattered."""
         size = self.limits.block_size
         builder = BatchBuilder(self._roomy(parts))
         free = self._rng.permutation(self.limits.num_blocks).tolist()
         pool, work, runs = BlockPool(0, size), Work(), []
         for row, (start, end) in enumerate(parts):
-            tokens = tuple(self._rng.integers(0, self.vocab, end).tolist())
+            tokens = tuple(self._rng.integers(0, self.vocab, end if sampled else end + 1).tolist())
             request = Request(id=row, prompt_token_ids=tokens, params=GREEDY, arrival_s=0.0)
             seq = EngineSequence(request, GREEDY, seed=0, pool=pool, id=row)
             seq.row = row
             seq.table = [free.pop() for _ in range(-(-end // size))]
             builder.set_row(row, seq.table)
             runs.append(Run(seq, start, end))
-            work.add(start, end, sampled=True)
+            work.add(start, end, sampled)
         batch, sampling = builder.pack(runs), sampling_batch(runs)
         return work, lambda: self.executor.execute(batch, (), sampling)
 

@@ -70,6 +70,7 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 // Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
 // many rows it came with.
 constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
+constexpr int FEW_ROWS = W == 16 ? 4 : 2;  // multiplied with weights of fewer bits as they come, without a copy of them
 constexpr int MOST_SUMS = 128;          // rows of x whose sums are kept
 
 int64_t panel_bytes(int bits, int64_t k) {
@@ -165,10 +166,17 @@ void multiply(const float* x, int64_t x_row, int64_t rows, const Panel& panel, f
   }
 }
 
+template <int M, class Bits>
+void multiply_few_rows(int64_t m, const float* x, int64_t x_row, const char* panel, int64_t k, float* sums) {
+  if constexpr (M > 0) {
+    if (m == M) return multiply_few<M, Bits>(x, x_row, panel, k, sums);
+    multiply_few_rows<M - 1, Bits>(m, x, x_row, panel, k, sums);
+  }
+}
+
 // The same for weights of fewer bits: they become floats chunk by chunk, once for all rows.
 template <class Bits> void multiply_compact(const float* x, int64_t x_row, int64_t rows, const Panel& panel, float* sums) {
-  if (rows == 1) return multiply_few<1, Bits>(x, x_row, panel.at, panel.k, sums);
-  if (rows == 2) return multiply_few<2, Bits>(x, x_row, panel.at, panel.k, sums);
+  if (rows <= FEW_ROWS) return multiply_few_rows<FEW_ROWS, Bits>(rows, x, x_row, panel.at, panel.k, sums);
   constexpr int64_t ROW = Bits::BYTES / Bits::ROWS, EACH = (ROW + 63) / 64;  // bytes, and lines to fetch with a row
   alignas(64) float floats[CHUNK * PANEL];  // they stay in the first-level cache
   const int64_t groups = (rows + MOST_ROWS - 1) / MOST_ROWS, k = panel.k;

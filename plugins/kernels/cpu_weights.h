@@ -54,24 +54,29 @@ inline vf load_halves(const char* p) {
 
 // ------------------------------------------------------------------------------------------------ in
 
-// The grid d * q + m on which all of w[BLOCK] lie, or false. Its end points are tried from the widest grid down; that of
-// a file is nearly always the first.
+// Whether all of w[BLOCK] lie on the grid d * q + m, and their q.
+inline bool on(const float* w, float unit, float offset, uint8_t* q) {
+  for (int i = 0; i < BLOCK; ++i) {
+    const float place = unit != 0 ? std::nearbyint((w[i] - offset) / unit) : 0.f;
+    if (!(place >= 0 && place <= 15) || unit * place + offset != w[i]) return false;
+    q[i] = uint8_t(place);
+  }
+  return true;
+}
+
+// A grid on which all of w[BLOCK] lie, or false. They are tried from the widest down, from the least value up and from the
+// largest down (Q4_0 counts so where its scale is negative); that of a file is nearly always among the first two.
 inline bool on_grid(const float* w, uint16_t& d, uint16_t& m, uint8_t* q) {
   const auto [low, high] = std::minmax_element(w, w + BLOCK);
   const float least = *low, most = *high;
   for (int steps = 15; steps >= 1; --steps) {
-    d = float_to_half((most - least) / float(steps));
-    const float unit = half_to_float(d);
     for (int first = 0; first + steps <= 15; ++first) {
-      m = float_to_half(least - float(first) * unit);
-      const float offset = half_to_float(m);
-      int i = 0;
-      for (; i < BLOCK; ++i) {
-        const float place = unit > 0 ? std::nearbyint((w[i] - offset) / unit) : 0.f;
-        if (!(place >= 0 && place <= 15) || unit * place + offset != w[i]) break;
-        q[i] = uint8_t(place);
+      for (const float end : {least, most}) {
+        d = float_to_half((end == least ? most - least : least - most) / float(steps));
+        const float unit = half_to_float(d);
+        m = float_to_half(end - float(first) * unit);
+        if (on(w, unit, half_to_float(m), q)) return true;
       }
-      if (i == BLOCK) return true;
     }
   }
   return false;

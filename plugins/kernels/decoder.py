@@ -63,7 +63,7 @@ class Apart:
     """Linear modules that read the same input, each by itself: the form before one is chosen."""
 
     def __init__(self, modules: tuple[torch.nn.Linear, ...]):
-        self.modules = modules
+        self.modules, self.nbytes = modules, sum(module.weight.nbytes for module in modules)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return torch.cat([F.linear(x, module.weight, module.bias) for module in self.modules], dim=-1)
@@ -145,6 +145,9 @@ class Decoder(torch.nn.Module):
         with torch.inference_mode():
             cos, sin = inner.rotary_emb(self.embedding[:1], positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self.weight_bytes = 4 * sum(
+            p.numel() for p in model.parameters()
+        )  # that a step reads; less once they are packed
         self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
         self._rooms: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}  # the first rows of a room, as many as the last call asked for
@@ -156,6 +159,7 @@ class Decoder(torch.nn.Module):
             for joint in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 joint.pack(chooser)
         self.head.pack(chooser)
+        self.weight_bytes = chooser.nbytes
         self.fused = isinstance(self.operators, CpuOperators) and all(layer.fuse() for layer in self.blocks)
 
     def _room(self, name: str, rows: int, width: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Linear layers of a float32 model on a CPU in a form that multiplies fast, and which form is the fastest here.
 
-``compact``: our own panels and loops in the fewest bits that lose nothing (``cpu_weights.h``): a quantised file's 4 or 8,
-or bfloat16; what is computed is the same to the last bit. ``packed``: the same with floats, in 2 MB pages. ``onednn``: weights that oneDNN put in its own
-order once, which is what torch's compiler does when it freezes a model. ``torch``: the weight as it is.
+``compact``: our own panels and loops in the fewest bits that lose nothing (``cpu_weights.h``): the 4 or 8 of a quantised
+file, or bfloat16; what is computed is the same to the last bit. ``packed``: the same with floats, in 2 MB pages.
+``onednn``: weights that oneDNN put in its own order once, which is what torch's compiler does when it freezes a model.
+``torch``: the weight as it is.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from plugins.kernels import cpu_build
 
 ROWS = (1, 16)
 """Rows of the two products that are timed for each shape: a lone sequence, and a batch."""
+OTHER_BYTES = 32 * 2**20
+"""Read before each timed product: within a step, a layer's weights come from memory, not from a cache."""
 CLOSE = 1.1
 """The first form that is within this factor of the fastest is taken: timings move by as much, and packed layers fuse."""
 
 
 class Linear(Protocol):
-    """One weight [N, K] with its bias [N] or None."""
+    """One weight [N, K] with its bias [N] or None. ``nbytes``: of the weight as it is kept, which a product reads."""
+
+    nbytes: int
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """x [T, K] @ weight.T + bias -> [T, N]; may use ``out`` [T, N] for it."""
@@ -41,7 +46,7 @@ class TorchLinear:
     """The weight as it is."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.nbytes = weight, bias, weight.nbytes
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -55,6 +60,7 @@ class OneDnnLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         self.weight, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()), bias
+        self.nbytes = weight.nbytes
         self._run = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -78,7 +84,7 @@ class PackedLinear:
                     break
         else:
             raise Inexact(f"the values of a weight [{n}, {k}] need all of their 32 bits")
-        self.panels, self.bias, self.bits = panels, bias, bits
+        self.panels, self.bias, self.bits, self.nbytes = panels, bias, bits, panels.nbytes
         self._run = ops.linear.default
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -134,6 +140,8 @@ class Chooser:
         self.names = names
         self.chosen: dict[tuple[int, ...], list[str]] = {}  # the form taken, and then the others, fastest first
         self._told: list[str] = []
+        self._other = torch.zeros(OTHER_BYTES // 4)
+        self.nbytes = self.nbytes_given = 0  # of all weights as they are kept, and as they came
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> Linear:
         """The weight in the fastest form for its shape that keeps its values. One whose products differ by more than 1e-5
@@ -142,7 +150,13 @@ class Chooser:
         shape = tuple(weight.shape)
         if shape not in self.chosen:
             self._choose(weight, bias, what)
-        for name in self.chosen[shape]:
+        linear = self._first(self.chosen[shape], weight, bias)
+        self.nbytes, self.nbytes_given = self.nbytes + linear.nbytes, self.nbytes_given + weight.nbytes
+        return linear
+
+    @staticmethod
+    def _first(names: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        for name in names:
             try:
                 return FORMS[name](weight, bias)
             except Inexact:
@@ -158,6 +172,7 @@ class Chooser:
             best = dict.fromkeys(made, float("inf"))
             for turn in range(4):
                 for name, linear in made.items():
+                    self._other.sum()
                     started = time.perf_counter()
                     found = linear(x, out)
                     if turn:
@@ -171,7 +186,8 @@ class Chooser:
         others = sorted((other for other in made if other != name), key=seconds.__getitem__)
         self.chosen[tuple(weight.shape)] = [name, *others]
         times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
-        bits = f" of {getattr(made[name], 'bits')} bits" if name == "compact" else ""
+        taken = made[name]
+        bits = f" of {taken.bits} bits" if isinstance(taken, CompactLinear) else ""
         self._told.append(f"{what} {name}{bits} ({times} ms)")
 
     def _all(self, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Linear]:
@@ -186,5 +202,8 @@ class Chooser:
 
     @property
     def line(self) -> str:
-        """What was chosen for which weights, with the times of 1 and 16 rows together."""
-        return ", ".join(self._told)
+        """What was chosen for which weights, with the times of 1 and 16 rows together, and the bytes of all."""
+        size = f"{self.nbytes / 1e6:.0f} MB of weights"
+        if self.nbytes < self.nbytes_given:
+            size += f" instead of {self.nbytes_given / 1e6:.0f}, the same values"
+        return ", ".join([*self._told, size])

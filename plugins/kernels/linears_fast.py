@@ -47,7 +47,7 @@ class FastLinears:
             return None
         chooser = Chooser(can)
         with torch.no_grad():
-            decoder, why_not = self._decoder(model, "packed" in can)
+            decoder, why_not = self._decoder(model, bool({"compact", "packed"} & set(can)))
             if decoder is not None:
                 decoder.pack(chooser)
             else:

@@ -67,7 +67,9 @@ def test_the_fit_finds_the_machine_that_made_the_steps() -> None:
 
 
 def alone_on(machine: Machine, bump_s: dict[int, float]) -> list[Point]:
-    """Steps without attention: r tokens of one sequence, then r sequences of one token; ``bump_s`` is added at so many tokens."""
+    """Steps without attention: r tokens of one sequence, then r sequences of one token, then one token that is not sampled;
+    ``bump_s`` is added at so many tokens.
+    """
     model, points = StepModel(SHAPE, machine), []
     for parts in [[(0, r)] for r in calibrate.ROWS] + [[(0, 1)] * r for r in calibrate.HEAD_ROWS if r > 1]:
         work = Work()
@@ -75,12 +77,14 @@ def alone_on(machine: Machine, bump_s: dict[int, float]) -> list[Point]:
             work.add(begin, end, sampled=i < len(parts))
         phases = model.phases(work)
         points.append(Point(work, phases.linear + phases.head + bump_s.get(work.tokens, 0.0)))
-    return points
+    work = Work()
+    work.add(0, 1, sampled=False)
+    return [*points, Point(work, model.phases(work).linear + bump_s.get(1, 0.0))]
 
 
 def stepped_machine() -> Machine:
-    """Layers whose seconds are flat, jump and rise, a head of another shape: neither is max(bytes, FLOP)."""
-    head_s = SHAPE.head_parameters * 4 / BARE.bandwidth_bytes_per_s
+    """Layers whose seconds are flat, jump and rise, a head of another shape and faster than its bytes: neither is max(bytes, FLOP)."""
+    head_s = SHAPE.head_parameters * 4 / BARE.bandwidth_bytes_per_s / 3
     layers = {r: 0.020 + (0.004 if r > 3 else 0.0) + 0.0006 * r for r in calibrate.ROWS}
     heads = {r: head_s + 0.0002 * (r - 1) for r in calibrate.HEAD_ROWS}
     return attrs.evolve(
@@ -92,13 +96,13 @@ def stepped_machine() -> Machine:
 
 def test_curves_give_back_the_layers_and_the_head_that_made_the_steps() -> None:
     truth = stepped_machine()
-    linear, head = curves(SHAPE, truth.bandwidth_bytes_per_s, alone_on(truth, {}))
+    linear, head = curves(SHAPE, alone_on(truth, {}))
     assert np.allclose(linear, truth.linear_curve, rtol=1e-9) and np.allclose(head, truth.head_curve, rtol=1e-9)
 
 
 def test_more_rows_never_take_less_time_and_between_two_of_them_seconds_lie_on_a_line() -> None:
     truth = stepped_machine()
-    linear, _ = curves(SHAPE, truth.bandwidth_bytes_per_s, alone_on(truth, {2: 0.008}))  # a slow moment at 2 rows
+    linear, _ = curves(SHAPE, alone_on(truth, {2: 0.008}))  # a slow moment at 2 rows
     seconds = [rows / rate for rows, rate in linear]
     assert seconds == sorted(seconds)
     machine = attrs.evolve(BARE, linear_curve=[[4, 4.0], [8, 2.0], [16, 8.0]])  # 1 s, 4 s, 2 s
@@ -108,7 +112,7 @@ def test_more_rows_never_take_less_time_and_between_two_of_them_seconds_lie_on_a
 def test_a_calibrated_machine_foresees_steps_it_was_not_fitted_to() -> None:
     """The whole fit against a machine that has its own laws, on decodes, chunks and mixed steps of other sizes than the plan's."""
     truth = attrs.evolve(stepped_machine(), **{n: getattr(TRUTH, n) for n in FITTED})
-    linear, head = curves(SHAPE, truth.bandwidth_bytes_per_s, alone_on(truth, {}))
+    linear, head = curves(SHAPE, alone_on(truth, {}))
     found = fit(SHAPE, attrs.evolve(BARE, linear_curve=linear, head_curve=head), steps_of(truth))
     others = []
     for parts in ([(99, 100)] * 5, [(300, 301)] * 10, [(0, 144)], [(64, 128)], [(99, 100)] * 9 + [(0, 70)]):
@@ -145,7 +149,7 @@ def test_without_a_calibration_the_command_is_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", '{"format": 2}', '{"format": 9}', '{"format": 2, "machine": {"name": "x"}, "setup": {}, "fit": {}}'],
+    ["", "[]", '{"format": 3}', '{"format": 9}', '{"format": 3, "machine": {"name": "x"}, "setup": {}, "fit": {}}'],
 )
 def test_a_file_that_cannot_be_used_is_named_with_the_command(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
@@ -161,7 +165,7 @@ def test_a_calibration_speaks_only_for_the_kernels_and_threads_it_was_made_with(
     setup = {"kernels": {"case": "torch"}, "linears": chosen, "threads": 2, "block_bytes": 8_000_000}
     machine = attrs.evolve(TRUTH, move_overhead_s=1e-3)  # a block takes 1 ms on the link and 1 by itself
     path = calibration_path("m", "float32")
-    write_json(path, {"format": 2, "machine": attrs.asdict(machine), "setup": setup, "fit": {"median": 0.0}})
+    write_json(path, {"format": 3, "machine": attrs.asdict(machine), "setup": setup, "fit": {"median": 0.0}})
     assert calibrated("m", "float32", setup) == (pytest.approx(4e9), 120e9)
     measured_again = "linears: q packed (packed 0.25 / onednn 0.3 ms), o onednn (packed 0.3 / onednn 0.1 ms); merged"
     assert calibrated("m", "float32", {**setup, "linears": measured_again}) is not None
@@ -191,7 +195,7 @@ def test_a_simulation_says_what_it_was_measured_with(tmp_path: Path) -> None:
         "linears": "linears: plain",
         "threads": 2,
     }
-    record = {"format": 2, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0}}
+    record = {"format": 3, "machine": attrs.asdict(TRUTH), "setup": setup, "fit": {"median": 0.0}}
     write_json(tmp_path / "m.json", record)
     words = ["executor=roofline", "machine=local", f"machine.file={tmp_path / 'm.json'}", "cache.num_blocks=64"]
     started = start(compose(words), say=lambda line: None)
