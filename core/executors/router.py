@@ -31,6 +31,15 @@ class Router:
         for kernel in _distinct(self._current):
             kernel.prepare(batch, tensors)
 
+    @property
+    def only(self) -> AttentionKernel | None:
+        """The kernel that serves every layer of this step, for a model that calls it by itself; None if there are several, or
+        their answers are to be checked.
+        """
+        if self.forward == self._checked or len(_distinct(self._current)) != 1:
+            return None
+        return self._current[0]
+
     def _plain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._current[layer].forward(layer, q, k, v)
 

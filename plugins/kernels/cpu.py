@@ -42,6 +42,11 @@ class CpuAttention:
         self.k_cache, self.v_cache, self.layers = k_cache, v_cache, layers
         self.windows = {layer.window or 0: layer for layer in layers}
         self._partials = torch.empty(0)
+        self._manners = (
+            [layer.scale for layer in layers],
+            [layer.window or 0 for layer in layers],
+            [layer.soft_cap or 0.0 for layer in layers],
+        )
 
     def prepare(self, batch: Batch, tensors: dict[str, Any]) -> None:
         """The step's work list, once for all layers with the same window; room for partial results grows as needed."""
@@ -57,12 +62,18 @@ class CpuAttention:
                 if floats > len(self._partials):
                     self._partials = torch.empty(2 * floats)
         # rows of no sequence give zeros, not whatever lay in memory
-        self._padded = batch.num_tokens > int(batch.query_start[-1])
+        self.padded = batch.num_tokens > int(batch.query_start[-1])
+
+    def layer_arguments(self) -> tuple[Any, ...]:
+        """What ``quire_cpu.layers`` needs to attend in this step as ``forward`` does, for all layers at once."""
+        items = [self._items[window] for window in self._manners[1]]
+        step = (self._slots, self._starts, self._lens, self._tables, self._partials)
+        return (self.k_cache, self.v_cache, items, *self._manners, *step)
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v [T, H_kv, D], then attend: q [T, H, D] -> [T, H, D]. Any strides but the last dimension's."""
         info = self.layers[layer]
-        out = q.new_zeros(q.shape) if self._padded else q.new_empty(q.shape)
+        out = q.new_zeros(q.shape) if self.padded else q.new_empty(q.shape)
         if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         window = info.window or 0

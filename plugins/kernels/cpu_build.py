@@ -28,7 +28,7 @@ from core.fetch import cache_dir
 
 LOG = logging.getLogger(__name__)
 HERE = Path(__file__).resolve().parent
-HEADERS = ("cpu_ops.h", "cpu_threads.h", "cpu_vector.h", "cpu_weights.h")
+HEADERS = ("cpu_attend.h", "cpu_ops.h", "cpu_steps.h", "cpu_threads.h", "cpu_vector.h", "cpu_weights.h")
 ARITHMETIC = ("cpu_attention", "cpu_layers")
 COMPILERS = ("c++", "g++", "clang++")
 INSTRUCTIONS = ("auto", "avx512", "avx2", "generic")

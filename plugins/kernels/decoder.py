@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from core.model import connect, packed_logits
+from plugins.kernels.cpu import CpuAttention
 from plugins.kernels.linears import Chooser, Linear, PackedLinear
 
 KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -149,6 +150,7 @@ class Decoder(torch.nn.Module):
             p.numel() for p in model.parameters()
         )  # that a step reads; less once they are packed
         self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
+        self.all_weights: list[torch.Tensor | None] = []  # of all layers, then: arguments of quire_cpu.layers
         self._rooms: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}  # the first rows of a room, as many as the last call asked for
         self._split: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None  # q, k and v of one tensor
@@ -161,6 +163,7 @@ class Decoder(torch.nn.Module):
         self.head.pack(chooser)
         self.weight_bytes = chooser.nbytes
         self.fused = isinstance(self.operators, CpuOperators) and all(layer.fuse() for layer in self.blocks)
+        self.all_weights = [weight for layer in self.blocks for weight in (*layer.start, *layer.rest)]
 
     def _room(self, name: str, rows: int, width: int) -> torch.Tensor:
         """[rows, width], uninitialised; the same memory in every layer and step, the same tensor for as many rows."""
@@ -181,19 +184,41 @@ class Decoder(torch.nn.Module):
         total = torch.index_select(self.embedding, 0, ids, out=self._room("total", count, hidden))
         cos = torch.index_select(self.cos, 0, positions, out=self._room("cos", count, self.head_dim))
         sin = torch.index_select(self.sin, 0, positions, out=self._room("sin", count, self.head_dim))
-        kernel: Any = self.attentions[0].quire_kernel
-        qkv = self._between(None, self.blocks[0], total, total, cos, sin)
-        for layer, following in zip(self.blocks, [*self.blocks[1:], None], strict=True):
-            attended = kernel.forward(layer.index, *self._parts(qkv)).view(count, -1)
-            if following is None:
-                total, attended = total[rows], attended[rows]
-            if len(total):
-                qkv = self._between(layer, following, total, attended, cos, sin)
+        attended = self._layers(total, cos, sin)
+        if len(rows):
+            total = total[rows]
+            self._between(self.blocks[-1], None, total, attended[rows], cos, sin)
         logits = self._room("logits", len(rows), self.head.width)
         if len(rows):
             normed = self.operators.norm(total, self.last_norm, self.eps, self._room("normed", len(rows), hidden))
             logits = self.head.linear(normed, logits)
         return SimpleNamespace(logits=logits[None])
+
+    def _layers(self, total: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """All layers up to the last one's attention, which is given back [T, H * D]: by one operator where that can be."""
+        kernel: Any = self.attentions[0].quire_kernel
+        only = getattr(kernel, "only", None)
+        if self.fused and isinstance(only, CpuAttention):
+            attended = self._room("attended", len(total), self.num_heads * self.head_dim)
+            if only.padded:
+                attended.zero_()
+            rooms = self._rooms_of(self.blocks[0], *total.shape)
+            torch.ops.quire_cpu.layers.default(
+                total, self.all_weights, self.eps, cos, sin, *rooms, attended, *only.layer_arguments()
+            )
+            return attended
+        qkv = self._between(None, self.blocks[0], total, total, cos, sin)
+        for layer, following in zip(self.blocks, [*self.blocks[1:], None], strict=True):
+            attended = kernel.forward(layer.index, *self._parts(qkv)).view(len(total), -1)
+            if following is not None:
+                qkv = self._between(layer, following, total, attended, cos, sin)
+        return attended
+
+    def _rooms_of(self, layer: Layer, count: int, hidden: int) -> tuple[torch.Tensor, ...]:
+        """normed, gate and up, active, and q, k and v of ``count`` tokens."""
+        wide = layer.gate_up.width
+        sizes = {"normed": hidden, "gate_up": wide, "active": wide // 2, "qkv": layer.qkv.width}
+        return tuple(self._room(name, count, width) for name, width in sizes.items())
 
     def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q [T, H, D], k and v [T, H_kv, D] of [T, (H + 2 H_kv) D]."""
@@ -219,14 +244,10 @@ class Decoder(torch.nn.Module):
         count, hidden = total.shape
         some = layer or following
         assert some is not None
-        normed = self._room("normed", count, hidden)
-        wide = self._room("gate_up", count, some.gate_up.width)
-        active = self._room("active", count, some.gate_up.width // 2)
-        qkv = self._room("qkv", count, some.qkv.width)
+        rooms = normed, wide, active, qkv = self._rooms_of(some, count, hidden)
         turned = self.num_heads + self.num_kv_heads
         if self.fused:
             rest, start = layer.rest if layer else [], following.start if following else []
-            rooms = (normed, wide, active, qkv)
             torch.ops.quire_cpu.between.default(total, attended, rest, start, self.eps, cos, sin, turned, *rooms)
             return qkv
         if layer is not None:

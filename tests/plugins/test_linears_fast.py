@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import transformers
 
 from core.executors.torch import TorchExecutor
 from core.fetch import model_dir
-from core.model import attention_modules, build_random, connect, find_layers, packed_logits
+from core.model import attention_modules, build_random, connect, find_layers, finish, packed_logits
 from core.sources import SmolLM2, Tiny
 from plugins.kernels import cpu_build, linears
-from plugins.kernels.cpu import CpuKernel
+from plugins.kernels.cpu import CpuAttention, CpuKernel
 from plugins.kernels.decoder import CpuOperators, Decoder, PlainAttention, TorchOperators, difference
 from plugins.kernels.linears import Chooser, OneDnnLinear, PackedLinear, TorchLinear, available
 from plugins.kernels.linears_fast import FastLinear, FastLinears
@@ -298,9 +299,9 @@ class With(Hooks):
         return self.plugin.prepare_model(model)
 
 
-def driver(model, plugin, kernel, monkeypatch) -> Driver:
+def driver(model, plugin, kernel, monkeypatch, checks="full") -> Driver:
     monkeypatch.setattr("tests.driver.Hooks", lambda *kernels: With(plugin, *kernels))
-    return Driver(TorchExecutor(model=model, device="cpu", num_threads=2, checks="full"), kernel, num_blocks=256)
+    return Driver(TorchExecutor(model=model, device="cpu", num_threads=2, checks=checks), kernel, num_blocks=256)
 
 
 def logits_of(one: Driver, prompts: list[list[int]], chunk: int) -> dict[int, list[torch.Tensor]]:
@@ -326,6 +327,39 @@ def test_logits_equal_the_torch_kernel_with_torch_linears(monkeypatch):
     found = logits_of(driver(Tiny(), FastLinears(), CpuKernel(), monkeypatch), PROMPTS, 9)
     for i in expected:
         torch.testing.assert_close(torch.stack(found[i]), torch.stack(expected[i]), atol=1e-4, rtol=1e-4)
+
+
+def made(config) -> SimpleNamespace:
+    """A source of a random model of this config."""
+    tokenizer = Tiny().load("cpu", "auto").tokenizer
+    return SimpleNamespace(
+        name="made", load=lambda *_: finish("made", build_random(config, "cpu", "float32", 1), tokenizer)
+    )
+
+
+WINDOWED = transformers.MistralConfig(**{**SHAPES, "max_position_embeddings": 512}, sliding_window=100, head_dim=8)
+MIXED_WINDOWS = transformers.Qwen2Config(
+    **{**SHAPES, "max_position_embeddings": 512},
+    use_sliding_window=True,
+    sliding_window=290,
+    layer_types=["full_attention", "sliding_attention"],
+)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), WINDOWED, MIXED_WINDOWS])
+def test_all_layers_in_one_operator_give_the_bits_of_one_after_the_other(monkeypatch, config):
+    """Prompts, chunks and decodes, sequences in several parts, layers with windows of their own; checks=full calls each layer."""
+    calls = []
+    arguments = CpuAttention.layer_arguments
+    monkeypatch.setattr(CpuAttention, "layer_arguments", lambda self: calls.append(1) or arguments(self))
+    prompts = [*PROMPTS, [5, 6] * (155 if config.max_position_embeddings > 400 else 100)]
+    found = []
+    for checks in ("full", "cheap"):
+        fast = driver(made(config), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch, checks)
+        found.append([logits_of(fast, prompts, chunk) for chunk in (10**9, 150, 9)])
+        assert bool(calls) == (checks == "cheap")
+    for full, cheap in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for i in full for a, b in zip(full[i], cheap[i], strict=True))
 
 
 def test_a_request_gets_the_same_bits_alone_and_in_company(monkeypatch):
