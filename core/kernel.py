@@ -95,6 +95,16 @@ class CopiesBlocks(Protocol):
 
 
 @runtime_checkable
+class AttendsInOne(Protocol):
+    """What a kernel may offer besides: its part of an operator that runs all layers of a model (``quire_cpu.layers``)."""
+
+    padded: bool  # the step has rows of no sequence, whose result must be set to 0 before
+
+    def layer_arguments(self, attend: bool = True) -> tuple[Any, ...]:
+        """What that operator needs to do in every layer of this step what ``forward`` does; or nothing at all, for measurements."""
+
+
+@runtime_checkable
 class AttentionKernel(Protocol):
     """Writes a step's K and V into the cache and attends over it, for every layer."""
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -21,6 +22,7 @@ from core.blocks import BlockPool
 from core.engine import Engine
 from core.executors.calibration import best_of
 from core.fit import Point
+from core.kernel import AttendsInOne
 from core.model import connect
 from core.state import Sequence as EngineSequence
 from core.types import Limits, Request, SamplingParams
@@ -126,7 +128,7 @@ class Stepper:
     def without_attention(self) -> Iterator[None]:
         """Attention answers with its queries, at once: what is left of a step is its linear layers and what goes with them."""
         model, router = self.executor._need_model().model, self.executor._router
-        connect(model, _NoAttention())
+        connect(model, _NoAttention(router))
         try:
             yield
         finally:
@@ -134,8 +136,27 @@ class Stepper:
 
 
 class _NoAttention:
+    """In the router's place: nothing attends, whether layers are called one by one or all at once."""
+
+    def __init__(self, router: Any):
+        self._router = router
+
+    @property
+    def only(self) -> _Idle | None:
+        kernel = self._router.only
+        return _Idle(kernel) if isinstance(kernel, AttendsInOne) else None
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return q
+
+
+@attrs.frozen
+class _Idle:
+    _kernel: AttendsInOne
+    padded: bool = True
+
+    def layer_arguments(self, attend: bool = False) -> tuple[Any, ...]:
+        return self._kernel.layer_arguments(attend=attend)
 
 
 class _Timed:

@@ -31,6 +31,7 @@ class CpuAttention:
     name = "cpu"
     layouts: tuple[Layout, ...] = ("block_major", "layer_major")
     graph_safe = False
+    padded = False
 
     def __init__(self, instructions: str = ""):
         self.instructions = instructions
@@ -64,11 +65,16 @@ class CpuAttention:
         # rows of no sequence give zeros, not whatever lay in memory
         self.padded = batch.num_tokens > int(batch.query_start[-1])
 
-    def layer_arguments(self) -> tuple[Any, ...]:
-        """What ``quire_cpu.layers`` needs to attend in this step as ``forward`` does, for all layers at once."""
+    def layer_arguments(self, attend: bool = True) -> tuple[Any, ...]:
+        """See ``core.kernel.AttendsInOne``."""
         items = [self._items[window] for window in self._manners[1]]
-        step = (self._slots, self._starts, self._lens, self._tables, self._partials)
-        return (self.k_cache, self.v_cache, items, *self._manners, *step)
+        slots = self._slots
+        if not attend:
+            items, slots = [items[0][:0]] * len(items), torch.full_like(slots, -1)
+        return (
+            *(self.k_cache, self.v_cache, items, *self._manners),
+            *(slots, self._starts, self._lens, self._tables, self._partials),
+        )
 
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v [T, H_kv, D], then attend: q [T, H, D] -> [T, H, D]. Any strides but the last dimension's."""

@@ -84,10 +84,11 @@ int64_t parts_of(const at::Tensor& items) {
   return parts;
 }
 
-// Counters of the parts that are not done yet, of each output in parts, by its first part.
+// Counters of the parts that are not done yet, of each output in parts, by its first part. They belong to the thread that
+// calls, until it calls again: two engines of a process do not meet in them.
 std::atomic<int>* counters(int64_t count) {
-  static std::unique_ptr<std::atomic<int>[]> all;
-  static int64_t size = 0;
+  static thread_local std::unique_ptr<std::atomic<int>[]> all;
+  static thread_local int64_t size = 0;
   if (count > size) all.reset(new std::atomic<int>[size = count]);
   return all.get();
 }

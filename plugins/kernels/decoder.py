@@ -3,7 +3,9 @@
 Takes the place of a ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM`` in float32 on a CPU, after its
 logits were found equal to the original's to 1e-5. q, k and v are one product, gate and up another; norm, rotation and
 activation are one operator each and residuals are added by the products; only rows that are sampled pass the last
-layer's MLP, the norm and the head. Buffers are kept from step to step.
+layer's MLP, the norm and the head. Buffers are kept from step to step. Where every weight is a packed one and one kernel
+that can (``core.kernel.AttendsInOne``) serves the step, all layers are one call without the interpreter's lock: a server's
+Python runs beside them, where between hundreds of calls it would hold up all threads.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from core.kernel import AttendsInOne
 from core.model import connect, packed_logits
-from plugins.kernels.cpu import CpuAttention
 from plugins.kernels.linears import Chooser, Linear, PackedLinear
 
 KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
@@ -198,7 +200,7 @@ class Decoder(torch.nn.Module):
         """All layers up to the last one's attention, which is given back [T, H * D]: by one operator where that can be."""
         kernel: Any = self.attentions[0].quire_kernel
         only = getattr(kernel, "only", None)
-        if self.fused and isinstance(only, CpuAttention):
+        if self.fused and isinstance(only, AttendsInOne):
             attended = self._room("attended", len(total), self.num_heads * self.head_dim)
             if only.padded:
                 attended.zero_()

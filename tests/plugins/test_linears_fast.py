@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from core.executors.measure import _NoAttention
 from core.executors.torch import TorchExecutor
 from core.fetch import model_dir
 from core.model import attention_modules, build_random, connect, find_layers, finish, packed_logits
@@ -360,6 +361,16 @@ def test_all_layers_in_one_operator_give_the_bits_of_one_after_the_other(monkeyp
         assert bool(calls) == (checks == "cheap")
     for full, cheap in zip(*found, strict=True):
         assert all(torch.equal(a, b) for i in full for a, b in zip(full[i], cheap[i], strict=True))
+
+
+def test_a_step_measured_without_attention_touches_no_cache(monkeypatch):
+    fast = driver(Tiny(), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch, "cheap")
+    executor = fast.executor
+    executor._cache.poison()
+    connect(executor._need_model().model, _NoAttention(executor._router))
+    seq = Seq([1, 2, 3], num_prompt=3)
+    batch, _ = fast.pack({0: 3}, [seq])
+    assert executor._run(batch).isfinite().all() and executor._cache.pool.isnan().all()
 
 
 def test_a_request_gets_the_same_bits_alone_and_in_company(monkeypatch):
