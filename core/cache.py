@@ -86,7 +86,10 @@ class KVCache:
             if layout == "block_major"
             else (shape.num_layers, 2, num_blocks, *block)
         )
-        self.pool = touch(_allocate(stored, stored_as, device, f"{num_blocks} KV blocks of {block_size} tokens"))
+        what = f"{num_blocks} KV blocks of {block_size} tokens"
+        if device.type == "cpu":
+            _check_room(num_blocks * self.block_bytes, what)
+        self.pool = touch(_allocate(stored, stored_as, device, what))
         host_shape = (num_swap_blocks, shape.num_layers, 2, *block)
         self.host = _allocate(
             host_shape, stored_as, torch.device("cpu"), "host swap pool", pinned=device.type == "cuda"
@@ -194,6 +197,18 @@ def runs(moves: Sequence[Move]) -> Iterator[tuple[MoveKind, int, int, int]]:
             count += 1
         yield kind, source, destination, count
         i += count
+
+
+def _check_room(num_bytes: int, what: str) -> None:
+    """Every page of the pool is touched: where there is less memory, that would end the process, not this call."""
+    try:
+        available = available_memory()
+    except ConfigError:  # not known on this system
+        return
+    if num_bytes > available:
+        raise ConfigError(
+            f"{what} need {num_bytes / 1e9:.2f} GB on cpu, where {available / 1e9:.2f} GB are available: lower cache.num_blocks"
+        )
 
 
 def _allocate(

@@ -57,8 +57,9 @@ def curves(shape: Shape, alone: Sequence[Point]) -> tuple[Curve, Curve]:
     """FLOP/s of the layers and of the head by rows, from steps without attention.
 
     Steps of one sequence of r tokens sample one row: they give the layers, once the head is taken off, which is what a step
-    of one token that samples nothing does without. Steps of r sequences of one token sample r rows: what they take beyond the
-    former is the head's. More rows never take less time in either curve: what says so is noise.
+    of one token that samples nothing does without (the head, and what else only sampled rows pass). Steps of r sequences of
+    one token sample r rows: what they take beyond the former is the head's. More rows never take less time in either curve:
+    what says so is noise.
     """
     seconds = {point.work.tokens: point.seconds for point in alone if point.work.rows == 1}
     bare = next(point.seconds for point in alone if point.work.rows == 0)

@@ -96,7 +96,11 @@ class CopiesBlocks(Protocol):
 
 @runtime_checkable
 class AttendsInOne(Protocol):
-    """What a kernel may offer besides: its part of an operator that runs all layers of a model (``quire_cpu.layers``)."""
+    """What a kernel may offer besides: its part of an operator that runs all layers of a model (``quire_cpu.layers``).
+
+    A kernel that has this is not called by ``forward`` where such an operator runs (``checks=full`` calls every layer): both must
+    do the same, and whoever overrides one overrides the other.
+    """
 
     padded: bool  # the step has rows of no sequence, whose result must be set to 0 before
 

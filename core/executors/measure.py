@@ -36,7 +36,7 @@ Parts = Sequence[tuple[int, int]]
 
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of reading memory: the sum of a large tensor, the fastest of five."""
-    data = torch.ones(READ_BYTES // 4, device=device)
+    data = torch.arange(READ_BYTES // 4, dtype=torch.float32, device=device)  # some hosts keep equal pages once
     return READ_BYTES / best_of(5, data.sum, device)
 
 
@@ -68,7 +68,10 @@ class Stepper:
         self._alone.append((*self.step([(0, 1)], sampled=False), []))
 
     def step(self, parts: Parts, sampled: bool = True) -> tuple[Work, Callable[[], Any]]:
-        """A step in which one sequence each computes its tokens start .. end, and a call that runs it. The blocks are scattered."""
+        """A step in which one sequence each computes its tokens start .. end, and a call that runs it. The blocks are scattered.
+
+        ``sampled``: each sequence has no token behind ``end``, so that one is drawn for it.
+        """
         size = self.limits.block_size
         builder = BatchBuilder(self._roomy(parts))
         free = self._rng.permutation(self.limits.num_blocks).tolist()
@@ -155,8 +158,8 @@ class _Idle:
     _kernel: AttendsInOne
     padded: bool = True
 
-    def layer_arguments(self, attend: bool = False) -> tuple[Any, ...]:
-        return self._kernel.layer_arguments(attend=attend)
+    def layer_arguments(self, attend: bool = True) -> tuple[Any, ...]:
+        return self._kernel.layer_arguments(attend=False)
 
 
 class _Timed:

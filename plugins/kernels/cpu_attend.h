@@ -4,6 +4,8 @@
 #include "cpu_ops.h"
 #include "cpu_steps.h"
 
+#include <ATen/ops/empty.h>
+
 #include <memory>
 
 namespace quire {
@@ -78,6 +80,7 @@ struct Manner {
 
 int64_t parts_of(const at::Tensor& items) {
   check_index(items, 2, "items");
+  TORCH_CHECK(items.size(1) == kItemFields && items.is_contiguous(), "items must be contiguous [n, ", kItemFields, "]");
   const auto* item = reinterpret_cast<const Item*>(items.const_data_ptr<int32_t>());
   int64_t parts = 0;
   for (int64_t i = 0; i < items.size(0); ++i) parts = std::max<int64_t>(parts, item[i].part + 1);
@@ -89,7 +92,7 @@ int64_t parts_of(const at::Tensor& items) {
 std::atomic<int>* counters(int64_t count) {
   static thread_local std::unique_ptr<std::atomic<int>[]> all;
   static thread_local int64_t size = 0;
-  if (count > size) all.reset(new std::atomic<int>[size = count]);
+  if (count > size) all.reset(new std::atomic<int>[count]), size = count;
   return all.get();
 }
 void count_parts(const at::Tensor& items, std::atomic<int>* waiting) {

@@ -6,7 +6,6 @@
 #include "cpu_weights.h"
 
 #include <algorithm>
-#include <vector>
 
 namespace quire {
 namespace {
@@ -67,15 +66,14 @@ void rotate(float* x, int64_t x_row, const float* cos, const float* sin, int64_t
 
 // ------------------------------------------------------------------------------------------------ linear layers
 
-// Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float, and each
-// many rows it came with.
+// Weights [N, K] are kept as panels [N / PANEL, K, PANEL]: a panel is read from its first to its last float.
 constexpr int MOST_ROWS = W == 16 ? 8 : 6;  // of x in registers at once, with the panel's row and one broadcast
-constexpr int FEW_ROWS = W == 16 ? 4 : 2;  // multiplied with weights of fewer bits as they come, without a copy of them
-constexpr int MOST_SUMS = 128;          // rows of x whose sums are kept
+constexpr int FEW_ROWS = W == 16 ? 4 : 2;   // multiplied with weights of fewer bits as they come, without a copy of them
+constexpr int MOST_SUMS = 128;              // rows of x whose sums are kept
 
 int64_t panel_bytes(int bits, int64_t k) {
   if (bits == 32) return k * PANEL * 4;
-  if (bits == 16) return (k + 7) / 8 * 8 * PANEL * 2;
+  if (bits == 16) return k > 7 ? (k + 7) / 8 * 8 * PANEL * 2 : 0;  // of fewer rows it would be no smaller
   return k % BLOCK ? 0 : k / BLOCK * (bits == 4 ? FOUR_BITS : EIGHT_BITS);
 }
 

@@ -19,7 +19,6 @@ void attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const
   run_steps(steps);
 }
 
-
 void norm(const at::Tensor& x, const at::Tensor& weight, double eps, const at::Tensor& out) {
   run_steps({norm_step(x, weight, eps, out)});
 }
@@ -42,8 +41,8 @@ struct Rooms {
 // qkv = norm(total) * qkv, its first `heads` heads rotated; weights from `at`: norm, q and k and v, their bias
 void add_start(std::vector<Step>& steps, const at::Tensor& total, const Weights& weights, int64_t at, double eps,
                const at::Tensor& cos, const at::Tensor& sin, int64_t heads, const Rooms& rooms) {
-  steps.push_back(norm_step(total, *weights.get(at), eps, rooms.normed));
-  steps.push_back(linear_step(rooms.normed, *weights.get(at + 1), weights.get(at + 2), false, rooms.qkv));
+  steps.push_back(norm_step(total, weights.get(at).value(), eps, rooms.normed));
+  steps.push_back(linear_step(rooms.normed, weights.get(at + 1).value(), weights.get(at + 2), false, rooms.qkv));
   steps.push_back(rotate_step(rooms.qkv, cos, sin, heads));
 }
 
@@ -51,11 +50,11 @@ void add_start(std::vector<Step>& steps, const at::Tensor& total, const Weights&
 // their bias, down, its bias
 void add_rest(std::vector<Step>& steps, const at::Tensor& total, const at::Tensor& attended, const Weights& weights,
               int64_t at, double eps, const Rooms& rooms) {
-  steps.push_back(linear_step(attended, *weights.get(at), weights.get(at + 1), true, total));
-  steps.push_back(norm_step(total, *weights.get(at + 2), eps, rooms.normed));
-  steps.push_back(linear_step(rooms.normed, *weights.get(at + 3), weights.get(at + 4), false, rooms.wide));
+  steps.push_back(linear_step(attended, weights.get(at).value(), weights.get(at + 1), true, total));
+  steps.push_back(norm_step(total, weights.get(at + 2).value(), eps, rooms.normed));
+  steps.push_back(linear_step(rooms.normed, weights.get(at + 3).value(), weights.get(at + 4), false, rooms.wide));
   steps.push_back(silu_step(rooms.wide, rooms.active));
-  steps.push_back(linear_step(rooms.active, *weights.get(at + 5), weights.get(at + 6), true, total));
+  steps.push_back(linear_step(rooms.active, weights.get(at + 5).value(), weights.get(at + 6), true, total));
 }
 constexpr int64_t START = 3, REST = 7;  // weights of the two
 
@@ -73,7 +72,7 @@ void between(const at::Tensor& total, const at::Tensor& attended, const Weights&
 
 // All layers up to the attention of the last one, whose result is in attended [T, H * D]; the rest of that layer is `between`'s,
 // for the rows that are needed. weights: start and rest of each layer in turn. One entry a layer of what attention needs.
-void layers_of(const at::Tensor& total, const Weights& weights, double eps, const at::Tensor& cos, const at::Tensor& sin,
+void run_layers(const at::Tensor& total, const Weights& weights, double eps, const at::Tensor& cos, const at::Tensor& sin,
                const at::Tensor& normed, const at::Tensor& wide, const at::Tensor& active, const at::Tensor& qkv,
                const at::Tensor& attended, at::TensorList k_caches, at::TensorList v_caches, at::TensorList items,
                at::ArrayRef<double> scales, at::IntArrayRef windows, at::ArrayRef<double> soft_caps,
@@ -182,7 +181,7 @@ TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
   m.impl("pack", &quire::pack);
   m.impl("linear", &quire::linear);
   m.impl("between", &quire::between);
-  m.impl("layers", &quire::layers_of);
+  m.impl("layers", &quire::run_layers);
   m.impl("read_all", &quire::read_all);
   m.impl("norm", &quire::norm);
   m.impl("silu_mul", &quire::silu_mul);

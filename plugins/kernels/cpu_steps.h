@@ -5,7 +5,6 @@
 #include "cpu_threads.h"
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 namespace quire {
 namespace {
 
+// What was chosen, for the one translation unit that includes this.
 const AttentionFunctions* chosen = &attention_generic();
 const LayerFunctions* layers = &layers_generic();
 
@@ -24,7 +24,7 @@ const LayerFunctions* layers = &layers_generic();
 std::string use_instructions(const std::string& name) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");  // and with it F16C
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
   if (avx512 && (name == "auto" || name == "avx512")) return chosen = &attention_avx512(), layers = &layers_avx512(), "avx512";
@@ -106,7 +106,7 @@ Step linear_step(const at::Tensor& x, const at::Tensor& panels, const std::optio
   const float* extra = bias ? bias->const_data_ptr<float>() : nullptr;
   auto* to = out.mutable_data_ptr<float>();
   const int64_t x_row = x.stride(0), out_row = out.stride(0), count = panels.size(0);
-  const int64_t parts = (rows * k * 4 + row_bytes() - 1) / row_bytes();  // of the rows, each with all panels
+  const int64_t parts = std::min((rows * k * 4 + row_bytes() - 1) / row_bytes(), rows);  // of the rows, each with all panels
   return {parts * count, n * k, [=](int64_t piece, int64_t next) {
             const int64_t i = piece % count, part = piece / count, begin = rows * part / parts;
             const Panel panel = {first + i * bytes, next < 0 ? nullptr : first + next % count * bytes, bits,

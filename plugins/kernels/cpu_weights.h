@@ -1,4 +1,5 @@
-// Panels of weights in fewer bits than float32 where nothing is lost: every weight comes out as the float that went in.
+// Panels of weights in fewer bits than float32 where nothing is lost: every weight comes out as the value that went in (of
+// a zero in 4 or 8 bits, the sign may be another).
 //
 //   4 bits   d * q + m, q in [0, 15], for blocks of 32 inputs of a column with float16 d and m: what Q4_0 and Q4_1 store
 //   8 bits   d * q, q in [-127, 127], for such blocks: Q8_0

@@ -111,6 +111,11 @@ class Layer:
         self.rest: list[torch.Tensor | None] = []  # arguments of quire_cpu.between, if every linear is a packed one
         self.start: list[torch.Tensor | None] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Of its linear layers' weights."""
+        return sum(joint.linear.nbytes for joint in (self.qkv, self.output, self.gate_up, self.down))
+
     def fuse(self) -> bool:
         """Collect the arguments of ``quire_cpu.between``; False if some linear layer is not a packed one."""
         linears = [joint.linear for joint in (self.output, self.gate_up, self.down, self.qkv)]
@@ -148,9 +153,8 @@ class Decoder(torch.nn.Module):
         with torch.inference_mode():
             cos, sin = inner.rotary_emb(self.embedding[:1], positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
-        self.weight_bytes = 4 * sum(
-            p.numel() for p in model.parameters()
-        )  # that a step reads; less once they are packed
+        # of the linear layers, which a step reads
+        self.weight_bytes = self.head.linear.nbytes + sum(block.nbytes for block in self.blocks)
         self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
         self.all_weights: list[torch.Tensor | None] = []  # of all layers, then: arguments of quire_cpu.layers
         self._rooms: dict[str, torch.Tensor] = {}

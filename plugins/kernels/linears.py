@@ -138,33 +138,36 @@ class Chooser:
 
     def __init__(self, names: Sequence[str]):
         self.names = names
-        self.chosen: dict[tuple[int, ...], list[str]] = {}  # the form taken, and then the others, fastest first
+        self.chosen: dict[tuple[int, ...], str] = {}  # by shape, and by whether it has a compact form
         self._told: list[str] = []
-        self._other = torch.zeros(OTHER_BYTES // 4)
+        self._other = torch.arange(OTHER_BYTES // 4, dtype=torch.float32)  # some hosts keep equal pages once
         self.nbytes = self.nbytes_given = 0  # of all weights as they are kept, and as they came
 
     def make(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> Linear:
         """The weight in the fastest form for its shape that keeps its values. One whose products differ by more than 1e-5
         is not taken.
         """
-        shape = tuple(weight.shape)
-        if shape not in self.chosen:
-            self._choose(weight, bias, what)
-        linear = self._first(self.chosen[shape], weight, bias)
+        compact = self._compact(weight, bias)
+        key = (*weight.shape, compact is not None)
+        if key in self.chosen:
+            name = self.chosen[key]
+            linear = compact if compact is not None and name == "compact" else FORMS[name](weight, bias)
+        else:
+            made = {} if compact is None else {"compact": compact}
+            made |= {name: FORMS[name](weight, bias) for name in self.names if name != "compact"}
+            self.chosen[key], linear = self._choose(made or {"torch": TorchLinear(weight, bias)}, weight, bias, what)
         self.nbytes, self.nbytes_given = self.nbytes + linear.nbytes, self.nbytes_given + weight.nbytes
         return linear
 
-    @staticmethod
-    def _first(names: Sequence[str], weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        for name in names:
-            try:
-                return FORMS[name](weight, bias)
-            except Inexact:
-                continue
-        return TorchLinear(weight, bias)
+    def _compact(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear | None:
+        try:
+            return FORMS["compact"](weight, bias) if "compact" in self.names else None
+        except Inexact:
+            return None
 
-    def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, what: str) -> None:
-        made = self._all(weight, bias)
+    def _choose(
+        self, made: dict[str, Linear], weight: torch.Tensor, bias: torch.Tensor | None, what: str
+    ) -> tuple[str, Linear]:
         seconds = dict.fromkeys(made, 0.0)
         for rows in ROWS:
             x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
@@ -181,24 +184,15 @@ class Chooser:
                         best[name] = seconds[name] = float("inf")
             for name in made:
                 seconds[name] += best[name]
-        least = min(seconds.values())
-        name = next(name for name in made if seconds[name] <= least * CLOSE)
-        others = sorted((other for other in made if other != name), key=seconds.__getitem__)
-        self.chosen[tuple(weight.shape)] = [name, *others]
         times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
+        least = min(seconds.values())
+        if least == float("inf"):
+            made, seconds, least = {"torch": TorchLinear(weight, bias)}, {"torch": 0.0}, 0.0
+        name = next(name for name in made if seconds[name] <= least * CLOSE)
         taken = made[name]
         bits = f" of {taken.bits} bits" if isinstance(taken, CompactLinear) else ""
         self._told.append(f"{what} {name}{bits} ({times} ms)")
-
-    def _all(self, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, Linear]:
-        """The weight in every form that keeps its values."""
-        made = {}
-        for name in self.names:
-            try:
-                made[name] = FORMS[name](weight, bias)
-            except Inexact:
-                continue
-        return made or {"torch": TorchLinear(weight, bias)}
+        return name, taken
 
     @property
     def line(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,28 @@ def test_poison_and_close():
     cache.close()
     cache.close()
     assert cache.pool.numel() == cache.host.numel() == 0
+
+
+def resident(pool: torch.Tensor) -> list[bool]:
+    """Whether each page of a pool is in memory, by the kernel's account (bit 63 of /proc/self/pagemap)."""
+    first, last = pool.data_ptr() // 4096, (pool.data_ptr() + pool.nbytes - 1) // 4096
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(first * 8)
+        return [bool(word >> 63) for (word,) in struct.iter_unpack("<Q", pages.read((last - first + 1) * 8))]
+
+
+def test_every_page_of_the_pool_is_there_before_the_first_request():
+    cache = make(num_blocks=20_000)
+    assert all(resident(cache.pool)) and len(resident(cache.pool)) > 2000
+    assert not all(resident(torch.empty(16_000_000)))
+
+
+def test_more_blocks_than_memory_are_refused_by_name_not_by_the_kernel(monkeypatch):
+    monkeypatch.setattr("core.cache.available_memory", lambda: 10**6)
+    with pytest.raises(
+        ConfigError, match=r"20000 KV blocks of 5 tokens need 0.02 GB on cpu, where 0.00 GB .*cache.num_blocks"
+    ):
+        make(num_blocks=20_000)
 
 
 def test_a_pool_that_cannot_be_had_names_its_size():

@@ -84,7 +84,14 @@ def test_products_are_those_of_the_floats_to_the_bit(instructions, kind, rows):
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 7, 8, 9, 33, 65, 255])
+@pytest.mark.parametrize("depth", [1, 3, 4, 7])
+def test_a_form_that_would_be_no_smaller_is_not_taken(instructions, depth):
+    for weight in (random(50, depth), random(50, depth).bfloat16().float()):
+        with pytest.raises(Inexact):
+            CompactLinear(weight, None)
+
+
+@pytest.mark.parametrize("depth", [8, 9, 33, 65, 255])
 def test_bfloat16_of_any_depth(instructions, depth):
     weight, x = random(50, depth).bfloat16().float(), random(3, depth)
     compact = CompactLinear(weight, None)
@@ -155,12 +162,13 @@ def test_a_file_of_a_few_kinds_gets_the_fewest_bits_for_each_weight():
     ] == pytest.approx([5 / 32, 5 / 32, 8.5 / 32, 0.5])
 
 
-def test_a_weight_that_would_lose_something_takes_the_next_form():
-    """The choice is made a shape; a weight of that shape that has more bits is not squeezed into it."""
+def test_weights_of_one_shape_are_compact_or_not_each_by_its_values():
+    """A file may mix kinds: the choice is made for the weights of a shape that have a compact form, and for the others."""
     chooser = Chooser(["compact", "packed"])
     few, many = quantised("Q4_1", random(64, 64)), random(64, 64)
-    chooser.chosen[64, 64] = ["compact", "packed"]
-    assert [type(chooser.make(weight, None, "o")) for weight in (few, many)] == [CompactLinear, PackedLinear]
+    chooser.chosen = {(64, 64, True): "compact", (64, 64, False): "packed"}
+    made = [type(chooser.make(weight, None, "o")) for weight in (many, few, many)]
+    assert made == [PackedLinear, CompactLinear, PackedLinear]
     x = random(3, 64)
     assert torch.equal(
         chooser.make(many, None, "o")(x, torch.empty(3, 64)), PackedLinear(many, None)(x, torch.empty(3, 64))

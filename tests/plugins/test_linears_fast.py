@@ -18,7 +18,7 @@ from core.sources import SmolLM2, Tiny
 from plugins.kernels import cpu_build, linears
 from plugins.kernels.cpu import CpuAttention, CpuKernel
 from plugins.kernels.decoder import CpuOperators, Decoder, PlainAttention, TorchOperators, difference
-from plugins.kernels.linears import Chooser, OneDnnLinear, PackedLinear, TorchLinear, available
+from plugins.kernels.linears import Chooser, CompactLinear, OneDnnLinear, PackedLinear, TorchLinear, available
 from plugins.kernels.linears_fast import FastLinear, FastLinears
 from plugins.kernels.linears_torch import TorchLinears
 from plugins.kernels.torch import TorchKernel
@@ -81,6 +81,17 @@ def test_packed_products_are_right(instructions, rows, width, depth):
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
     packed.add_to(x, out)
     torch.testing.assert_close(out, 2 * expected, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", [PackedLinear, CompactLinear])
+def test_a_long_prompt_is_multiplied_in_parts_of_its_rows(instructions, form):
+    """More rows than a second-level cache holds (of any size up to 4 MB): parts of them, none of which loses or repeats a row."""
+    weight, x = random(50, 1536).bfloat16().float(), random(900, 1536)
+    expected = (x.double() @ weight.double().T).float()
+    out = form(weight, None)(x, torch.full((900, 50), math.nan))
+    torch.testing.assert_close(out, expected, atol=2e-4, rtol=1e-5)
+    form(weight, None).add_to(x, out)
+    torch.testing.assert_close(out, 2 * expected, atol=4e-4, rtol=1e-5)
 
 
 def test_packed_products_take_rows_that_lie_apart_and_weights_that_are_views(instructions):
