@@ -4,7 +4,8 @@
 
 The shape is SmolLM2-135M's unless told otherwise: 30 layers, 9 heads, 3 KV heads, head_dim 64, float32. All ways read the
 same memory and take turns: `contiguous` (one block a sequence, in order), `paged` with permuted blocks of every size
-asked for, `gather` (kernel=torch, block 16), and a plain sum over the memory, which is the read bandwidth. Times are the
+asked for, `gather` (kernel=torch, block 16), a plain sum over the memory, which is the read bandwidth, and `scattered`: the
+sum once more, layer by layer in the order of the permuted blocks of --block-size, as any kernel must read them. Times are the
 median of the turns (best in brackets); ratios are medians of the ratios within a turn. Bytes are those of K and V, once.
 Last line: `fraction: X`, the bandwidth of paged attention at --block-size over the measured one.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ import torch
 from benchmarks.timing import add_arguments, full_memory, ratio, read_of, set_up, take_turns
 from core.kernel import AttentionKernel, LayerInfo
 from core.types import Batch
+from plugins.kernels import cpu_build
 
 ARRAYS = ("slot_mapping", "query_start", "kv_lens", "block_tables")
 
@@ -32,7 +35,6 @@ def kernel_named(name: str) -> AttentionKernel:
 
         return TorchAttention()
     if name == "cpu":
-        from plugins.kernels import cpu_build
         from plugins.kernels.cpu import CpuAttention
 
         return CpuAttention(cpu_build.load())
@@ -93,6 +95,19 @@ def attention_run(
     return run
 
 
+def scattered_run(args: argparse.Namespace, memory: torch.Tensor) -> Callable[[], object]:
+    """A sum over the K and V of each layer of each block, layer by layer, the blocks permuted."""
+    cpu_build.load()
+    tables = decode_batch(args.sequences, args.context, args.block_size, True).block_tables.ravel()
+    width = args.block_size * args.kv_heads * args.head_dim
+    if args.layout == "block_major":  # K and V of a layer of a block follow each other
+        order, width = np.concatenate([tables * args.layers + layer for layer in range(args.layers)]), 2 * width
+    else:
+        order = np.concatenate([half * tables.size + tables for half in range(2 * args.layers)])
+    rows = memory[: len(order) * width].view(-1, width)
+    return partial(torch.ops.quire_cpu.read_rows.default, rows, torch.from_numpy(order.astype(np.int32)))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,6 +129,8 @@ def main() -> None:
     memory = full_memory(tokens * args.layers * 2 * args.kv_heads * args.head_dim)
     used = memory[: args.sequences * args.context * args.layers * 2 * args.kv_heads * args.head_dim]
     runs: dict[str, Callable[[], object]] = {"read": read_of(used)}
+    if args.kernel == "cpu":
+        runs["scattered"] = scattered_run(args, memory)
     runs["contiguous"] = attention_run(args, memory, args.kernel, args.context, False)
     for size in sizes:
         runs[f"paged {size}"] = attention_run(args, memory, args.kernel, size, True)

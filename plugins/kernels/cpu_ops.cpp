@@ -147,6 +147,23 @@ double read_all(const at::Tensor& x) {
   return total;
 }
 
+// The same for the rows of x [N, width] in this order, as a cache of blocks is read: what order costs.
+double read_rows(const at::Tensor& x, const at::Tensor& order) {
+  check_float(x, 2, "x"), check_index(order, 1, "order");
+  TORCH_CHECK(x.is_contiguous() && x.size(1) > 0, "x must be contiguous [N, width]");
+  const auto* from = x.const_data_ptr<float>();
+  const auto* rows = order.const_data_ptr<int32_t>();
+  const int64_t count = order.size(0), width = x.size(1), pieces = std::min<int64_t>(count, 64);
+  for (int64_t r = 0; r < count; ++r) TORCH_CHECK(rows[r] >= 0 && rows[r] < x.size(0), "order names no row: ", rows[r]);
+  std::vector<double> sums(pieces);
+  run_steps({{pieces, count * width, [&](int64_t i, int64_t) {
+                sums[i] = layers->add_rows(from, rows, count * i / pieces, count * (i + 1) / pieces, width);
+              }}});
+  double total = 0;
+  for (double sum : sums) total += sum;
+  return total;
+}
+
 }  // namespace
 }  // namespace quire
 
@@ -170,6 +187,7 @@ TORCH_LIBRARY(quire_cpu, m) {
       "float[] scales, int[] windows, float[] soft_caps, Tensor slots, Tensor query_start, Tensor kv_lens, Tensor tables, "
       "Tensor(i!) partials) -> ()");
   m.def("read_all(Tensor x) -> float");
+  m.def("read_rows(Tensor x, Tensor order) -> float");
   m.def("norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
   m.def("silu_mul(Tensor x, Tensor(a!) out) -> ()");
   m.def("rotate(Tensor(a!) x, Tensor cos, Tensor sin, int heads) -> ()");
@@ -183,6 +201,7 @@ TORCH_LIBRARY_IMPL(quire_cpu, CPU, m) {
   m.impl("between", &quire::between);
   m.impl("layers", &quire::run_layers);
   m.impl("read_all", &quire::read_all);
+  m.impl("read_rows", &quire::read_rows);
   m.impl("norm", &quire::norm);
   m.impl("silu_mul", &quire::silu_mul);
   m.impl("rotate", &quire::rotate);

@@ -73,6 +73,8 @@ struct LayerFunctions {
   // rotates the halves of every head of x [rows, heads, dim] by cos and sin [rows, dim]
   void (*rotate)(float* x, int64_t x_row, const float* cos, const float* sin, int64_t rows, int64_t heads, int64_t dim);
   double (*add_up)(const float* x, int64_t count);
+  // of rows order[begin] .. order[end] of x [.., width], in that order
+  double (*add_rows)(const float* x, const int32_t* order, int64_t begin, int64_t end, int64_t width);
 };
 
 #define QUIRE_DECLARE(ISA)                    \

@@ -256,6 +256,15 @@ def test_the_sum_that_measures_reading_is_the_sum(instructions):
         assert torch.ops.quire_cpu.read_all(x) == pytest.approx(float(x.double().sum()), abs=1e-2)
 
 
+@pytest.mark.parametrize("width", [1, 63, 64, 200, 6144, 13_000])
+def test_the_sum_over_rows_in_an_order_is_the_sum_of_those_rows(instructions, width):
+    x, order = random(40, width), torch.randperm(40, generator=torch.Generator().manual_seed(width))[:33].int()
+    assert torch.ops.quire_cpu.read_rows(x, order) == pytest.approx(float(x[order.long()].double().sum()), abs=1e-1)
+    for bad in (-1, 40):
+        with pytest.raises(RuntimeError, match="no row"):
+            torch.ops.quire_cpu.read_rows(x, torch.tensor([0, bad], dtype=torch.int32))
+
+
 def test_no_weight_is_held_twice():
     model = model_of(CONFIGS["llama"])
     model, line = FastLinears(forms=["packed"]).prepare_model(model)
