@@ -79,11 +79,11 @@ class Measured:
 
 def differences(calibrated: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
     """In which of ``SETUP`` two set-ups (``TorchExecutor.describe()``) differ, in words."""
-    pairs = [(name, _plain(runs.get(name)), _plain(calibrated.get(name))) for name in SETUP]
+    pairs = [(name, plain(runs.get(name)), plain(calibrated.get(name))) for name in SETUP]
     return [f"{name} is {one!r}, calibrated with {other!r}" for name, one, other in pairs if one != other]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A set-up's value without the times in brackets that a choice was made by: no two starts measure the same."""
     return TIMES.sub("", value) if isinstance(value, str) else value
 

@@ -19,11 +19,12 @@ from attrs.validators import gt, instance_of
 from core.cache import KVCache, KVShape
 from core.fetch import cache_dir
 from core.kernel import Layout
-from core.machines import machine_name, write_json
+from core.machines import Company, machine_name, write_json
 from core.types import Batch, Move, MoveKind, SamplingBatch, SamplingParams
 
 LOG = logging.getLogger(__name__)
 LINK_BYTES = 64 * 2**20  # copied each way: more than a CPU keeps in its caches
+BUSY = 0.1  # share of the processors' time, by others, from which a measurement is not kept
 LINK_BLOCKS = 512  # most blocks, for models so small that the bytes would take very many
 _POSITIVE: list[Any] = [instance_of(float), gt(0)]
 
@@ -39,8 +40,8 @@ class Calibration:
 def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Calibration:
     """The calibration kept under this machine and ``key`` (JSON values); measured and kept where there is none.
 
-    A file that cannot be read is measured again, one that cannot be written costs only the next start's time; both are
-    logged.
+    A file that cannot be read is measured again, one that cannot be written costs only the next start's time, and what was
+    measured while others used the processors is not kept, or every later start would believe it; all are logged.
     """
     full = json.dumps({"machine": machine_name(), **key}, sort_keys=True)
     path = cache_dir() / "cost" / f"{hashlib.sha256(full.encode()).hexdigest()[:20]}.json"
@@ -50,7 +51,11 @@ def recorded(key: Mapping[str, Any], measure: Callable[[], Calibration]) -> Cali
         LOG.debug("not measured yet: %s", full)
     except (OSError, ValueError, TypeError, KeyError) as error:
         LOG.warning("%s cannot be used (%s): measuring again", path, error)
+    company = Company()
     found = measure()
+    if (others := company.share() or 0.0) > BUSY:
+        LOG.warning("costs were measured while other processes used %.0f %% of the processors: not kept", 100 * others)
+        return found
     try:
         write_json(path, {"key": json.loads(full), "measured": attrs.asdict(found)})
     except OSError as error:

@@ -26,7 +26,7 @@ from core.executors.cuda import DeviceStep
 from core.executors.router import Router
 from core.executors.router import phase_of as phase_of
 from core.kernel import LAYOUTS, AttentionCase, AttentionKernel, LayerInfo, Layout, Phase
-from core.machines import calibrated
+from core.machines import calibrated, plain
 from core.model import LoadedModel, attention_modules, connect, packed_logits
 from core.sampler import Sampler
 from core.types import (
@@ -201,6 +201,7 @@ class TorchExecutor:
             "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),
             "kernels": self._cases,
+            "linears": plain(self._linears),
             "layout": self._layout,
             "block_size": self._need_limits().block_size,
             "torch": torch.__version__,

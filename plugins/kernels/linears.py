@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,8 +23,12 @@ ROWS = (1, 16)
 """Rows of the two products that are timed for each shape: a lone sequence, and a batch."""
 OTHER_BYTES = 32 * 2**20
 """Read before each timed product: within a step, a layer's weights come from memory, not from a cache."""
-CLOSE = 1.1
-"""The first form that is within this factor of the fastest is taken: timings move by as much, and packed layers fuse."""
+CLOSE = 1.3
+"""The first form that is within this factor of the fastest is taken: timings move by as much beside other processes, and a model
+whose layers are all packed is one call, which is worth as much.
+"""
+FEWEST, MOST, BETTER = 3, 24, 0.9
+"""Times that each form is timed: on until none has become faster by this factor in the last two turns."""
 
 
 class Linear(Protocol):
@@ -172,18 +177,11 @@ class Chooser:
         for rows in ROWS:
             x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(rows))
             expected, out = F.linear(x, weight, bias), torch.empty(rows, len(weight))
-            best = dict.fromkeys(made, float("inf"))
-            for turn in range(4):
-                for name, linear in made.items():
-                    self._other.sum()
-                    started = time.perf_counter()
-                    found = linear(x, out)
-                    if turn:
-                        best[name] = min(best[name], time.perf_counter() - started)
-                    elif not torch.allclose(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
-                        best[name] = seconds[name] = float("inf")
-            for name in made:
-                seconds[name] += best[name]
+            for name, linear in made.items():
+                if not torch.allclose(linear(x, out), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max())):
+                    seconds[name] = float("inf")
+            for name, best in self._time({name: partial(linear, x, out) for name, linear in made.items()}).items():
+                seconds[name] += best
         times = " / ".join(f"{one} {seconds[one] * 1e3:.2f}" for one in seconds)
         least = min(seconds.values())
         if least == float("inf"):
@@ -193,6 +191,24 @@ class Chooser:
         bits = f" of {taken.bits} bits" if isinstance(taken, CompactLinear) else ""
         self._told.append(f"{what} {name}{bits} ({times} ms)")
         return name, taken
+
+    def _time(self, runs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """The fewest seconds of each, in turn, until that has settled."""
+        best = dict.fromkeys(runs, float("inf"))
+        settled = 0
+        for turn in range(MOST):
+            settled += 1
+            for name, run in runs.items():
+                self._other.sum()
+                started = time.perf_counter()
+                run()
+                took = time.perf_counter() - started
+                if took < best[name] * BETTER:
+                    settled = 0
+                best[name] = min(best[name], took)
+            if turn + 1 >= FEWEST and settled >= 2:
+                break
+        return best
 
     @property
     def line(self) -> str:

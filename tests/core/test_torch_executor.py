@@ -253,7 +253,20 @@ def test_fit_blocks_explains_itself():
     assert "32 blocks of 16 = 512 tokens" in executor.fit_line and "4 sequences of 128 tokens" in executor.fit_line
 
 
-def test_costs_are_measured_once(monkeypatch):
+@pytest.fixture
+def alone(monkeypatch):
+    """As if no other process ran: other tests do."""
+    monkeypatch.setattr(calibration.Company, "share", lambda self: 0.0)
+
+
+def test_costs_measured_in_company_are_used_but_not_kept(monkeypatch, caplog):
+    monkeypatch.setattr(calibration.Company, "share", lambda self: 0.4)
+    found = [calibration.Calibration(link_bytes_per_s=n, prefill_flop_per_s=3.0) for n in (2.0, 5.0)]
+    assert [calibration.recorded({"a": 1}, lambda n=n: n) for n in found] == found
+    assert "other processes used 40 % of the processors: not kept" in caplog.text
+
+
+def test_costs_are_measured_once(monkeypatch, alone):
     executor = drive().executor
     first = executor.measure_cost()
     assert all(value > 0 for value in first)
@@ -273,7 +286,7 @@ def test_costs_are_measured_once(monkeypatch):
 @pytest.mark.parametrize(
     "content", ["", "{}", "[1]", '{"measured": {"link_bytes_per_s": -1.0, "prefill_flop_per_s": 1.0}}']
 )
-def test_a_damaged_cost_file_is_measured_again(content, caplog):
+def test_a_damaged_cost_file_is_measured_again(content, caplog, alone):
     key = {"a": 1}
     found = calibration.Calibration(link_bytes_per_s=2.0, prefill_flop_per_s=3.0)
     assert calibration.recorded(key, lambda: found) == found
@@ -285,7 +298,7 @@ def test_a_damaged_cost_file_is_measured_again(content, caplog):
     assert calibration.recorded(key, lambda: found) == other
 
 
-def test_costs_without_a_place_to_keep_them(monkeypatch, tmp_path, caplog):
+def test_costs_without_a_place_to_keep_them(monkeypatch, tmp_path, caplog, alone):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "file"))
     found = calibration.Calibration(link_bytes_per_s=2.0, prefill_flop_per_s=3.0)
