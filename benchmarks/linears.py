@@ -30,14 +30,13 @@ def weight_of(shape: tuple[int, int], kind: str) -> torch.Tensor:
         return torch.randn(shape)
     if kind == "bfloat16":
         return torch.randn(shape).bfloat16().float()
-    levels = 15  # of each block of 32 inputs: the grid of Q4_1; for the head that of Q8_0
-    blocks = torch.randn(shape).view(-1, 32)
+    blocks = torch.randn(shape).view(-1, 32)  # inputs that share a grid: Q8_0's for the head, Q4_1's for the others
     if shape == HEAD:
         unit = (blocks.abs().amax(1, keepdim=True) / 127).half().float()
         return ((blocks / unit).round().clamp(-127, 127) * unit).view(shape)
     low = blocks.amin(1, keepdim=True).half().float()
-    unit = ((blocks.amax(1, keepdim=True) - low) / levels).half().float()
-    return (((blocks - low) / unit).round().clamp(0, levels) * unit + low).view(shape)
+    unit = ((blocks.amax(1, keepdim=True) - low) / 15).half().float()
+    return (((blocks - low) / unit).round().clamp(0, 15) * unit + low).view(shape)
 
 
 def step_run(form: str, rows: int, weights: list[torch.Tensor]) -> Run:

@@ -156,7 +156,7 @@ class Decoder(torch.nn.Module):
         # of the linear layers, which a step reads
         self.weight_bytes = self.head.linear.nbytes + sum(block.nbytes for block in self.blocks)
         self.fused = False  # every layer is one operator and the attention kernel: known once the weights are packed
-        self.all_weights: list[torch.Tensor | None] = []  # of all layers, then: arguments of quire_cpu.layers
+        self.all_weights: list[torch.Tensor | None] = []  # of all layers once they are packed, for quire_cpu.layers
         self._rooms: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}  # the first rows of a room, as many as the last call asked for
         self._split: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None  # q, k and v of one tensor

@@ -278,9 +278,13 @@ def test_costs_are_measured_once(monkeypatch, alone):
 
     monkeypatch.setattr(TorchExecutor, "_measure", never)
     assert executor.measure_cost() == first
-    assert drive().executor.measure_cost() == first
+    other = drive().executor
+    assert other.measure_cost() == first
     with pytest.raises(AssertionError, match="measured again"):
         drive(block_size=8).executor.measure_cost()
+    other._linears = "linears: of another kind"
+    with pytest.raises(AssertionError, match="measured again"):
+        other.measure_cost()
 
 
 @pytest.mark.parametrize(

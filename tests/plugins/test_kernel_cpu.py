@@ -34,16 +34,6 @@ except cpu_build.Unavailable as error:
     pytest.skip(f"kernel=cpu is not available: {error}", allow_module_level=True)
 
 
-def runs_here(name: str) -> bool:
-    try:
-        return torch.ops.quire_cpu.use_instructions(name) == name
-    except RuntimeError:
-        return False
-
-
-INSTRUCTIONS = [name for name in ("avx512", "avx2", "generic") if runs_here(name)]
-
-
 @pytest.fixture(autouse=True)
 def two_threads():
     before = torch.get_num_threads()
@@ -51,12 +41,6 @@ def two_threads():
     yield
     torch.set_num_threads(before)
     torch.ops.quire_cpu.use_instructions("auto")
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request):
-    torch.ops.quire_cpu.use_instructions(request.param)
-    return request.param
 
 
 def check(case: Case, tolerance: float = 1e-5) -> torch.Tensor:

@@ -27,24 +27,6 @@ except cpu_build.Unavailable as error:
     pytest.skip(f"the operators are not available: {error}", allow_module_level=True)
 
 
-def runs_here(name: str) -> bool:
-    try:
-        return torch.ops.quire_cpu.use_instructions(name) == name
-    except RuntimeError:
-        return False
-
-
-INSTRUCTIONS = [name for name in ("avx512", "avx2", "generic") if runs_here(name)]
-torch.ops.quire_cpu.use_instructions("auto")
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request):
-    torch.ops.quire_cpu.use_instructions(request.param)
-    yield request.param
-    torch.ops.quire_cpu.use_instructions("auto")
-
-
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 

@@ -41,20 +41,6 @@ SHAPES = {
 }
 
 
-def runs_here(name: str) -> bool:
-    try:
-        return torch.ops.quire_cpu.use_instructions(name) == name
-    except RuntimeError:
-        return False
-
-
-@pytest.fixture(params=[name for name in ("avx512", "avx2", "generic") if runs_here(name)])
-def instructions(request):
-    torch.ops.quire_cpu.use_instructions(request.param)
-    yield request.param
-    torch.ops.quire_cpu.use_instructions("auto")
-
-
 @pytest.fixture(autouse=True)
 def two_threads_and_the_best_instructions():
     before = torch.get_num_threads()
@@ -358,22 +344,24 @@ def made(config) -> SimpleNamespace:
     )
 
 
-WINDOWED = transformers.MistralConfig(**{**SHAPES, "max_position_embeddings": 512}, sliding_window=100, head_dim=8)
-MIXED_WINDOWS = transformers.Qwen2Config(
-    **{**SHAPES, "max_position_embeddings": 512},
+LONG = {**SHAPES, "max_position_embeddings": 1024}
+FULL = transformers.LlamaConfig(**LONG)  # its layers share a work list
+WINDOWED = transformers.MistralConfig(**LONG, sliding_window=100, head_dim=8)
+MIXED_WINDOWS = transformers.Qwen2Config(  # 600 keys are three parts in one layer, two in the other
+    **LONG,
     use_sliding_window=True,
     sliding_window=290,
     layer_types=["full_attention", "sliding_attention"],
 )
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), WINDOWED, MIXED_WINDOWS])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), FULL, WINDOWED, MIXED_WINDOWS])
 def test_all_layers_in_one_operator_give_the_bits_of_one_after_the_other(monkeypatch, config):
     """Prompts, chunks and decodes, sequences in several parts, layers with windows of their own; checks=full calls each layer."""
     calls = []
     arguments = CpuAttention.layer_arguments
     monkeypatch.setattr(CpuAttention, "layer_arguments", lambda self: calls.append(1) or arguments(self))
-    prompts = [*PROMPTS, [5, 6] * (155 if config.max_position_embeddings > 400 else 100)]
+    prompts = [*PROMPTS, [5, 6] * (300 if config.max_position_embeddings > 600 else 100)]
     found = []
     for checks in ("full", "cheap"):
         fast = driver(made(config), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch, checks)
@@ -387,7 +375,11 @@ def test_a_step_measured_without_attention_touches_no_cache(monkeypatch):
     fast = driver(Tiny(), FastLinears(forms=["packed"]), CpuKernel(), monkeypatch, "cheap")
     executor = fast.executor
     executor._cache.poison()
-    connect(executor._need_model().model, _NoAttention(executor._router))
+    model = executor._need_model().model
+    connect(model, _NoAttention(executor._router))
+    model._room("attended", 3, model.num_heads * model.head_dim).fill_(
+        math.nan
+    )  # what an earlier step left is not used
     seq = Seq([1, 2, 3], num_prompt=3)
     batch, _ = fast.pack({0: 3}, [seq])
     assert executor._run(batch).isfinite().all() and executor._cache.pool.isnan().all()
