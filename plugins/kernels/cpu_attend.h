@@ -151,7 +151,7 @@ void add_attention(std::vector<Step>& steps, const at::Tensor& q, const at::Tens
                      const Item& one = item[i];
                      if (!is_decode(one)) return run->prefill(layer, one);
                      run->decode(layer, one, next >= 0 && is_decode(item[next]) ? item + next : nullptr);
-                     if (one.part < 0 || waiting[one.first_part].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+                     if (one.part < 0 || waiting[one.first_part].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
                      waiting[one.first_part].store(one.num_parts, std::memory_order_relaxed);
                      run->merge(layer, one);
                    }});

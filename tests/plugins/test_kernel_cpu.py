@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -54,6 +55,18 @@ def check(case: Case, tolerance: float = 1e-5) -> torch.Tensor:
 @pytest.mark.parametrize("filler", [math.nan, 1e30])
 def test_phases_and_poison(instructions, lengths, filler):
     check(Case(lengths, block_size=16, num_heads=9, num_kv_heads=3, head_dim=64, filler=filler))
+
+
+def test_two_engines_of_a_process_do_not_meet():
+    """Two threads that attend at once, with sequences in different numbers of parts: each merges its own when they are done."""
+    cases = [Case([(1, length)] * 3, block_size=16, num_heads=9, num_kv_heads=3, head_dim=64) for length in (600, 2000)]
+    alone = [case.run(CpuAttention()).clone() for case in cases]
+
+    def again(case: Case, expected: torch.Tensor) -> bool:
+        return all(torch.equal(case.run(CpuAttention()), expected) for _ in range(60))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(again, cases, alone))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 24])
