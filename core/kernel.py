@@ -96,7 +96,7 @@ class CopiesBlocks(Protocol):
 
 @runtime_checkable
 class AttendsInOne(Protocol):
-    """What a kernel may offer besides: its part of an operator that runs all layers of a model (``quire_cpu.layers``).
+    """What a kernel may offer besides: its part of an operator of its own that runs all layers of a model at once.
 
     A kernel that has this is not called by ``forward`` where such an operator runs (``checks=full`` calls every layer): both must
     do the same, and whoever overrides one overrides the other.

@@ -66,7 +66,7 @@ class CpuAttention:
         self.padded = batch.num_tokens > int(batch.query_start[-1])
 
     def layer_arguments(self, attend: bool = True) -> tuple[Any, ...]:
-        """See ``core.kernel.AttendsInOne``."""
+        """Of ``quire_cpu.layers``, in its order: see ``core.kernel.AttendsInOne``."""
         items = [self._items[window] for window in self._manners[1]]
         slots = self._slots
         if not attend:
